@@ -194,7 +194,7 @@ def test_a_server_that_is_killed_while_it_starts_is_lost_and_not_to_blame(
             raise AssertionError("it came up")
         await killing
 
-    with pytest.raises(ServerLost, match="engine0's server ended with signal 9") as caught:
+    with pytest.raises(ServerLost, match="engine0's server ended with signal SIGKILL") as caught:
         asyncio.run(main())
     assert failure_of(caught.value).verdict is Verdict.KILLED
     failure = error_of("engine0", failure_of(caught.value))
@@ -278,7 +278,7 @@ def test_serve_starts_a_server_again_that_died_and_leaves_nothing_behind(python:
         (first,) = told(tmp_path, "process")
         os.kill(first, signal.SIGKILL)
         command.until(lambda: len(told(tmp_path, "process")) == 2, "second server")
-        assert "engine0's server ended with signal 9" in command.said
+        assert "engine0's server ended with signal SIGKILL" in command.said
         assert "engine0 is started again; 1 restarts are left." in command.said
         command.process.send_signal(signal.SIGTERM)
         assert command.wait(20) == 143

@@ -2,7 +2,6 @@
 run has ended.
 """
 
-import os
 import queue
 import subprocess
 import sys
@@ -15,9 +14,9 @@ import msgspec
 
 from midflight.config.sections import Config
 from midflight.observe.logs import PROCESS_VARIABLE
-from midflight.run.endpoint import TOKEN_VARIABLE
 from midflight.run.launcher.folder import LOGS
 from midflight.run.orphan_guard import guarded
+from midflight.run.places.process import child_environ
 from midflight.trackers.process import LAST_SECONDS, TrackerMessage
 
 ENDING_SECONDS = 60.0
@@ -52,15 +51,13 @@ class Tracking:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._open = set(self._names)
         command = [sys.executable, "-m", "midflight.trackers.process", str(self._folder)]
-        environ = {**os.environ, **self._environ}
-        environ.pop(TOKEN_VARIABLE, None)
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
                 guarded(command, ask=None, seconds=ALONE_SECONDS),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env=environ,
+                env=child_environ(self._environ),
                 start_new_session=True,  # Ctrl-C is the launcher's
             )
         assert self._process.stdout is not None

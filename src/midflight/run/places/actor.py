@@ -20,7 +20,7 @@ import msgspec
 from midflight.errors import MidflightError
 from midflight.observe.activity import own_work
 from midflight.run.parts import SEATED_VARIABLE, ProcessKind
-from midflight.run.places.process import LocalChild, last_lines
+from midflight.run.places.process import LocalChild
 from midflight.version import __version__
 from midflight.wire.server import listen
 
@@ -148,7 +148,7 @@ class ActorChild:
             state = "?" if work is None else work.state
             return ChildOutput(lines, False, None, state=state)
         status = await self.child.ended()
-        return ChildOutput(lines, True, status, last_lines(self.child.log))
+        return ChildOutput(lines, True, status, self.child.last_lines())
 
 
 class PlaceActor:

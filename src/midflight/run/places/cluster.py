@@ -33,7 +33,7 @@ from midflight.errors import ConfigError, RunFailed
 from midflight.run import parts
 from midflight.run.places.actor import ActorOpened, ChildOutput, StartOrder
 from midflight.run.places.port import KILLS, HasDescriptor, PartFailed, Wants
-from midflight.run.places.process import last_lines
+from midflight.run.places.process import last_lines, of_status
 from midflight.wire.hosts import is_loopback
 
 AGAIN_SECONDS = 0.5
@@ -329,8 +329,8 @@ class ClusterChild:
         self.signal(signal.SIGKILL)
 
     def died(self, status: int) -> PartFailed:
-        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-        said = self._why or f"{self.name} ended with {how} on {self._place.machine}"
+        how = f"{self.name} ended with {of_status(status)} on {self._place.machine}"
+        said = self._why or how
         was_killed = self._why is None and status in KILLS
         return PartFailed(
             f"{said}; the end of {self._order.log}:\n{self._log}",

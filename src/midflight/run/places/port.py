@@ -40,7 +40,23 @@ class PartFailed(RunFailed):
         self.was_killed = was_killed
 
 
-class Child(Protocol):
+class Process(Protocol):
+    """A process that can be ended."""
+
+    @property
+    def running(self) -> bool: ...
+    async def ended(self) -> int:
+        """Waits for the exit status; ended by the process, or by the end of its machine, which is
+        SIGKILL.
+        """
+        ...
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal. It is no error if the process has ended."""
+        ...
+
+
+class Child(Process, Protocol):
     """A part of the run in a process of its own, here or elsewhere.
 
     It imports its modules as soon as it is started, and waits for its spec. It sends messages; its
@@ -67,9 +83,6 @@ class Child(Protocol):
         """True if `start` has ended. It has not ended if it was cut short."""
         ...
 
-    @property
-    def running(self) -> bool: ...
-
     async def start(self) -> None:
         """Starts the process, and waits until it is there. Raises `PartFailed` if its machine is
         gone.
@@ -83,12 +96,6 @@ class Child(Protocol):
     def messages(self) -> AsyncIterator[parts.Message]:
         """All messages of the child, in order. Ends when the child closes its end of the pipe, at
         the latest by dying.
-        """
-        ...
-
-    async def ended(self) -> int:
-        """Waits for the exit status; ended by the child, or by the end of its machine, which is
-        SIGKILL.
         """
         ...
 
@@ -108,10 +115,6 @@ class Child(Protocol):
 
     def died(self, status: int) -> PartFailed:
         """The error for an end that the launcher did not ask for, with the last lines of the log."""
-        ...
-
-    def signal(self, number: signal.Signals) -> None:
-        """Sends a signal. It is no error if the process has ended."""
         ...
 
 
@@ -218,23 +221,23 @@ class Places(AbstractAsyncContextManager["Places", None], Protocol):
         ...
 
 
-async def stop_all(children: Sequence[Child], *, seconds: float) -> None:
-    """Asks every child to end, and kills those that have not after `seconds`. Nothing is left
+async def stop_all(processes: Sequence[Process], *, seconds: float) -> None:
+    """Asks every process to end, and kills those that have not after `seconds`. Nothing is left
     running (I9).
     """
-    live = [child for child in children if child.running]
-    for child in live:
-        child.signal(signal.SIGTERM)
+    live = [process for process in processes if process.running]
+    for process in live:
+        process.signal(signal.SIGTERM)
     try:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                for child in live:
-                    await child.ended()
+                for process in live:
+                    await process.ended()
     finally:  # a cancellation does not wait, and leaves nothing either
-        for child in live:
-            child.signal(signal.SIGKILL)
-    for child in live:
-        await child.ended()
+        for process in live:
+            process.signal(signal.SIGKILL)
+    for process in live:
+        await process.ended()
 
 
 def error_of(name: str, said: parts.Failed) -> MidflightError:
