@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from midflight.errors import RunFailed
 from midflight.run.launcher.access import Access
 from midflight.run.launcher.engines import EnginePart, Engines
 from midflight.run.launcher.killed_starts import MAX_KILLED
-from midflight.run.launcher.restart_budgets import RestartBudgets
+from midflight.run.launcher.restarts import RestartBudgets
 from midflight.run.parts import TEACHER, EngineSpec, Message, ModelReady, Notice, ProcessKind, Restarted, Spec
 from midflight.run.places.port import PartFailed, Wants
 from midflight.testing.virtual_time import run_virtual
@@ -48,24 +47,17 @@ class Spot:
 class Life:
     """A process: it ends by `die`."""
 
-    def __init__(self, part: EnginePart) -> None:
-        self.part, self.killed = part, False
+    def __init__(self, name: str, place: Spot) -> None:
+        self.name, self.place, self.killed = name, place, False
         self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def die(self, *, machine: bool = False, was_killed: bool = False) -> None:
-        self.part.place.lost = machine  # pyright: ignore[reportAttributeAccessIssue]
-        self.end.set_exception(PartFailed(f"{self.part.name} died", part=self.part.name, was_killed=was_killed))
-
-    def signal(self, number: signal.Signals) -> None:
-        assert number is signal.SIGKILL
-        self.killed = True
-
-    async def ended(self) -> int:
-        return -9
+        self.place.lost = machine
+        self.end.set_exception(PartFailed(f"{self.name} died", part=self.name, was_killed=was_killed))
 
 
 class Site:
-    """Engines on a cluster that has `room` for so many."""
+    """Engines on a cluster that has `room` for so many, and their children."""
 
     def __init__(self, *options: str, room: int, access: Access = ACCESS, holds: bool = False) -> None:
         self.room = asyncio.Semaphore(room)
@@ -76,7 +68,7 @@ class Site:
         self.lives: list[Life] = []
         self.said: list[Message] = []
         self.announced: list[str] = []
-        self.serving = set[str]()
+        self.ready = set[str]()
         self.loading = set[str]()
         """Engines that do not come up."""
         self.budgets = RestartBudgets(1)
@@ -89,11 +81,9 @@ class Site:
 
         self.engines = Watched(
             *(config, self, access),  # pyright: ignore[reportArgumentType]
+            children=self,  # pyright: ignore[reportArgumentType]
             budgets=self.budgets,
-            serving=self.serving,
             say=self.said.append,
-            start=self._start,  # pyright: ignore[reportArgumentType]
-            follow=self._follow,  # pyright: ignore[reportArgumentType]
             memory=lambda: "There are 2.0 GB.",
             holds=holds,
         )
@@ -106,21 +96,25 @@ class Site:
         self.spots.append(Spot(len(self.spots)))
         return self.spots[-1]
 
-    async def _start(self, part: EnginePart) -> Life:
-        self.lives.append(Life(part))
+    async def start(self, part: ProcessKind, name: str, place: Spot, *, listens: bool, arguments: Sequence[str]) -> Life:
+        assert part is ProcessKind.ENGINE and listens and arguments
+        self.lives.append(Life(name, place))
         return self.lives[-1]
 
-    async def _follow(self, life: Life, spec: Callable[[ModelReady], Spec]) -> None:
+    async def brief_and_follow(self, life: Life, spec: Callable[[ModelReady], Spec]) -> None:
         told = spec(ModelReady("first", 0))
-        assert isinstance(told, EngineSpec) and told.name == life.part.name
+        assert isinstance(told, EngineSpec) and told.name == life.name
         self.specs.append(told)
-        if life.part.name not in self.loading:
-            self.serving.add(life.part.name)
-            self.engines.came_up(life.part.name)
+        if life.name not in self.loading:
+            self.ready.add(life.name)
+            self.engines.came_up(life.name)
         await life.end
 
+    async def kill(self, name: str) -> None:
+        self.newest(name).killed = True
+
     def newest(self, engine: str) -> Life:
-        return next(life for life in reversed(self.lives) if life.part.name == engine)
+        return next(life for life in reversed(self.lives) if life.name == engine)
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -143,10 +137,10 @@ def test_a_run_starts_with_the_engines_it_must_have_and_the_others_join_when_the
         assert site.engines.addresses() == {"engine0": "http://10.0.0.0:1000", "engine1": "http://10.0.0.1:1001"}
         tasks = [asyncio.ensure_future(one) for one in kept]
         await settle()
-        assert [life.part.name for life in site.lives] == ["engine0", "engine1"] and site.announced == []
+        assert [life.name for life in site.lives] == ["engine0", "engine1"] and site.announced == []
         site.room.release()
         await settle()
-        assert [life.part.name for life in site.lives] == ["engine0", "engine1", "engine2"]
+        assert [life.name for life in site.lives] == ["engine0", "engine1", "engine2"]
         assert site.announced == ["engine2 http://10.0.0.2:1002"] and len(tasks) == 4
         for task in tasks:
             task.cancel()
@@ -182,7 +176,7 @@ def test_an_engine_is_moved_when_its_machine_is_lost_and_no_restart_is_spent() -
             await settle()
             assert site.spots[loss].closed and len(site.lives) == loss + 2
         assert site.announced == ["engine0 http://10.0.0.1:1001", "engine0 http://10.0.0.2:1002"]
-        assert site.said == [Restarted("engine0", "engine0 died", None)] * 2 and "engine0" in site.serving
+        assert site.said == [Restarted("engine0", "engine0 died", None)] * 2 and "engine0" in site.ready
         task.cancel()
 
     run(main)
@@ -267,7 +261,7 @@ def test_an_engine_finds_a_place_though_a_machine_dies_that_was_to_give_it_one_a
         await settle()
         assert len(site.lives) == 3 and site.said[1] == Restarted("engine1", "engine did not get its seat", 0, 0.0)
         second.cancel()
-        site.serving.discard("engine1")
+        site.ready.discard("engine1")
         site.refusals = [RunFailed("engine has waited 1 s")]
         site.lives[0].die(machine=True)
         with pytest.raises(RunFailed, match="engine has waited 1 s"):
@@ -282,7 +276,7 @@ def test_an_engine_that_is_trained_does_not_wait_for_its_restarts_while_only_one
         first, second = (asyncio.ensure_future(kept) for kept in await site.engines.take(with_teacher=True))
         for _ in range(2):
             await settle()
-            site.serving.discard("engine0")
+            site.ready.discard("engine0")
             site.newest("engine0").die()
         with pytest.raises(PartFailed, match="engine0 died"):
             await first
@@ -339,7 +333,7 @@ def test_an_engine_that_dies_is_started_again_in_its_place_within_the_budget() -
         await settle()
         site.lives[0].die()
         await settle()
-        assert len(site.lives) == 2 and site.lives[1].part.place is site.spots[0] and site.announced == []  # type: ignore[comparison-overlap]
+        assert len(site.lives) == 2 and site.lives[1].place is site.spots[0] and site.announced == []
         site.lives[1].die()
         with pytest.raises(PartFailed, match="engine0 died"):
             await task
@@ -356,7 +350,7 @@ def test_a_teacher_whose_machine_is_lost_ends_the_attempt_for_its_address_is_tol
         engine, teacher = await site.engines.take(with_teacher=True)
         tasks = [asyncio.ensure_future(one) for one in (engine, teacher)]
         await settle()
-        assert [life.part.name for life in site.lives] == ["engine0", TEACHER]
+        assert [life.name for life in site.lives] == ["engine0", TEACHER]
         site.lives[1].die(machine=True)
         with pytest.raises(PartFailed, match="teacher died"):
             await tasks[1]
@@ -432,7 +426,7 @@ def test_a_run_goes_on_while_one_engine_works_however_often_another_is_killed_as
         assert not any(task.done() for task in tasks), "what was killed while another worked does not count"
         site.loading.clear()
         await asyncio.sleep(31)
-        assert site.serving == {"engine0", "engine1"}
+        assert site.ready == {"engine0", "engine1"}
         for engine in ("engine0", "engine1"):
             site.loading.add(engine)
             site.budgets.of(engine).earn()
@@ -472,7 +466,7 @@ def test_what_serves_holds_its_requests_however_often_an_engine_is_killed_as_it_
         await killed_at_each_start(site, "engine0", number=MAX_KILLED + 1)
         site.loading.clear()
         await asyncio.sleep(31)
-        assert len(site.lives) == MAX_KILLED + 2 and "engine0" in site.serving and not task.done()
+        assert len(site.lives) == MAX_KILLED + 2 and "engine0" in site.ready and not task.done()
         restarts = [said for said in site.said if isinstance(said, Restarted)]
         assert [said.seconds for said in restarts] == [0.0, 2.0, 4.0, 8.0, 16.0, *[30.0] * 6]
         told = [number for number, said in enumerate(restarts, start=1) if "There are 2.0 GB" in said.error]

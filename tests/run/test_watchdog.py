@@ -9,7 +9,7 @@ import msgspec
 
 from midflight.observe.activity import ProcessWork
 from midflight.run.heart import ENDLESS, Absence, Beat, Doing, Heartbeat, LoopReport
-from midflight.run.launcher.restart_budgets import REPLENISH_SECONDS, RestartBudget, RestartBudgets
+from midflight.run.launcher.restarts import FAILED_STARTS, REPLENISH_SECONDS, RestartBudget, RestartBudgets, RestartRule
 from midflight.run.launcher.watchdog import HungProcess, Watchdog
 from midflight.run.parts import decode_message, encode
 
@@ -314,16 +314,16 @@ def test_a_launcher_that_stood_itself_blames_nobody_for_it() -> None:
 
 
 def test_a_restart_that_was_spent_comes_back_and_each_in_a_row_waits_longer() -> None:
-    budget = RestartBudget(3)
+    budget = RestartBudget(RestartRule(3))
     assert [budget.spend(0.0), budget.spend(1.0), budget.spend(2.0), budget.spend(3.0)] == [0.0, 2.0, 4.0, None]
     assert budget.seconds_to_next(3.0) == REPLENISH_SECONDS - 3
     assert budget.left(REPLENISH_SECONDS) == 1 and budget.spend(REPLENISH_SECONDS) == 4.0
     assert budget.left(10 * REPLENISH_SECONDS) == 3 and budget.spend(10 * REPLENISH_SECONDS) == 0.0
-    assert RestartBudget(0).spend(5.0) is None
+    assert RestartBudget(RestartRule(0)).spend(5.0) is None
 
 
 def test_a_part_that_has_worked_since_its_last_start_has_all_its_restarts_again_and_waits_no_less() -> None:
-    budget = RestartBudget(1)
+    budget = RestartBudget(RestartRule(1))
     waits: list[float | None] = []
     for second in range(8):
         waits.append(budget.spend(float(second)))
@@ -333,12 +333,20 @@ def test_a_part_that_has_worked_since_its_last_start_has_all_its_restarts_again_
 
 
 def test_a_death_that_does_not_count_takes_no_restart_and_has_the_next_one_wait_longer() -> None:
-    budget = RestartBudget(1)
+    budget = RestartBudget(RestartRule(1))
     assert [budget.spend(float(second), counts=False) for second in range(3)] == [0.0, 2.0, 4.0]
     assert budget.left(3.0) == 1
     assert [budget.spend(3.0), budget.spend(4.0)] == [8.0, None]
     assert budget.spend(5.0, counts=False) == 16.0
-    assert RestartBudget(0).spend(0.0, counts=False) is None, "nothing is to be started again"
+    assert RestartBudget(RestartRule(0)).spend(0.0, counts=False) is None, "nothing is to be started again"
+
+
+def test_a_worker_that_fails_at_its_start_is_started_again_at_once_and_its_restarts_come_back_by_work_alone() -> None:
+    budget = RestartBudget(FAILED_STARTS)
+    assert [budget.spend(at) for at in (0.0, 1e6, 2e6)] == [0.0, 0.0, None]
+    budget.earn()
+    assert {budget.spend(2e6, counts=False) for _ in range(2000)} == {0.0}, "agents may end it again and again"
+    assert budget.spend(2e6, counts=False) == 0.0 and [budget.spend(at) for at in (2e6, 3e6, 4e6)] == [0.0, 0.0, None]
 
 
 def test_a_step_is_work_where_the_run_has_never_come_so_far() -> None:

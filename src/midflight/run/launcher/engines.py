@@ -9,8 +9,7 @@ its machine is lost, and joins later if there was no room for it at first.
 """
 
 import asyncio
-import signal
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -23,8 +22,9 @@ from midflight.config.sections import Config
 from midflight.errors import RunFailed, first_error
 from midflight.observe.readable import duration
 from midflight.run.launcher.access import Access
+from midflight.run.launcher.children import Children
 from midflight.run.launcher.killed_starts import KilledStarts, is_told, why_ended, why_killed
-from midflight.run.launcher.restart_budgets import RestartBudgets
+from midflight.run.launcher.restarts import RestartBudgets
 from midflight.run.parts import (
     TEACHER,
     EngineSpec,
@@ -70,9 +70,7 @@ class EnginePart:
 
 
 class Engines:
-    """Keeps the engines running. `start` starts a process, and `follow` reads its messages until it
-    ends. `serving` are the parts that have come up.
-    """
+    """Keeps the engines running."""
 
     def __init__(
         self,
@@ -80,11 +78,9 @@ class Engines:
         places: Places,
         access: Access,
         *,
+        children: Children,
         budgets: RestartBudgets,
-        serving: set[str],
         say: Callable[[Message], None],
-        start: Callable[[EnginePart], Awaitable[Child]],
-        follow: Callable[[Child, Callable[[ModelReady], Spec]], Awaitable[None]],
         memory: Callable[[], str],
         holds: bool,
     ) -> None:
@@ -97,10 +93,9 @@ class Engines:
         self._places = places
         self._access = access
         self._budgets = budgets
-        self._serving = serving
+        self._children = children
+        self._serving = children.ready
         self._say = say
-        self._start = start
-        self._follow = follow
         self._memory = memory
         self._holds = holds
         self._killed = KilledStarts()
@@ -227,7 +222,9 @@ class Engines:
         """Waits for the unexpected end of one process, and returns its failure."""
         self._up[part.name] = asyncio.Event()
         try:
-            engine = await self._start(part)
+            engine = await self._children.start(
+                ProcessKind.ENGINE, part.name, part.place, listens=True, arguments=[part.kind]
+            )
         except PartFailed as failure:
             return failure
         try:
@@ -241,8 +238,7 @@ class Engines:
             if not isinstance(failure, PartFailed):
                 raise failure from errors
         # a failed one may linger, and its successor listens on the same socket
-        engine.signal(signal.SIGKILL)
-        await engine.ended()
+        await self._children.kill(part.name)
         return failure
 
     async def _follow_on(self, part: EnginePart, engine: Child) -> None:
@@ -258,7 +254,7 @@ class Engines:
                 url=part.url,
             )
 
-        await self._follow(engine, spec)
+        await self._children.brief_and_follow(engine, spec)
 
     @asynccontextmanager
     async def _members(self) -> AsyncGenerator["MembershipClient"]:

@@ -5,7 +5,6 @@
 | `Gateways.keep` (one each) | the process's messages | its end, which is an error before the trainer's; of several, then its restart | cancellation |
 """
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +19,14 @@ from midflight.observe.status import Status, merge_statuses
 from midflight.run.launcher.access import Access
 from midflight.run.launcher.children import Children
 from midflight.run.launcher.engines import Engines
-from midflight.run.launcher.restart_budgets import RestartBudgets
+from midflight.run.launcher.restarts import RestartBudgets
 from midflight.run.parts import (
     TEACHER,
     Message,
     ModelReady,
     ProcessKind,
     Purpose,
+    Restarted,
     RolloutSpec,
     Spec,
 )
@@ -107,22 +107,20 @@ class Gateways:
         """Runs one rollout process until that has ended as it should, or cannot be started
         again.
         """
-        again = False
-        while True:
-            try:
-                await self._life(part, again=again)
-                return
-            except PartFailed as failure:
-                possible = len(self._parts) > 1 and part.name in self._children.ready
-                restart = self._budgets.spend_on(
-                    failure, now=asyncio.get_running_loop().time(), possible=possible
-                )
+
+        async def live(number: int) -> None:
+            await self._life(part, again=number > 0)
+
+        async def end(restart: Restarted) -> None:
             self._say(msgspec.structs.replace(restart, error=f"{restart.error}\n{OTHERS_STAY}"))
             self._children.ready.discard(part.name)
             # a failed one may linger, and its successor listens on the same socket
             await self._children.kill(part.name)
-            await asyncio.sleep(restart.seconds)
-            again = True
+
+        def possible() -> bool:
+            return len(self._parts) > 1 and part.name in self._children.ready
+
+        await self._budgets.keep(live, between=end, possible=possible)
 
     async def _life(self, part: GatewayPart, *, again: bool) -> None:
         """Waits for the end of one process. In training that is an error, because the trainer ends

@@ -1,12 +1,15 @@
-"""The processes of a trainer, one for each rank, in one life.
+"""The processes of a trainer, one for each rank, over all their lives. When one rank is lost, all
+begin again from the last checkpoint, and everything else goes on.
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
+| `TrainerRanks.keep` | lives of all ranks together | the end of the first rank; then the back-off of the next life | the ranks; a spent budget |
 | `TrainerRanks._rank` (one each) | a process's messages | its end; that of the first is the trainer's | the process |
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -14,7 +17,10 @@ from midflight.config.seats import config_in_place
 from midflight.config.sections import Config
 from midflight.run.launcher.access import Access
 from midflight.run.launcher.children import Children
-from midflight.run.parts import PartLost, ProcessKind, TrainerSpec, serve_while
+from midflight.run.launcher.folder import can_go_on
+from midflight.run.launcher.restarts import RestartBudgets
+from midflight.run.launcher.watchdog import Watchdog
+from midflight.run.parts import PartLost, ProcessKind, Restarted, TrainerSpec, serve_while
 from midflight.run.places.port import PartFailed, Place, Places
 
 OWN_REASON_SECONDS = 5.0
@@ -23,8 +29,11 @@ first, and a busy machine takes seconds more.
 """
 
 
+STAYS = "The trainer goes on from its last checkpoint; engines, gateway and agents stay."
+
+
 class TrainerRanks:
-    """Starts all ranks together, and ends them together. `TrainerRestarts` starts them again."""
+    """Starts all ranks together, and ends them together."""
 
     def __init__(
         self,
@@ -35,6 +44,9 @@ class TrainerRanks:
         access: Access,
         further_gateways: Sequence[str],
         resume: bool,
+        budgets: RestartBudgets,
+        watchdog: Watchdog,
+        say: Callable[[Restarted], None],
     ) -> None:
         """`further_gateways` are the URLs of all gateways but the first. `resume`: the first life
         goes on from the last checkpoint, as later ones always do.
@@ -45,12 +57,31 @@ class TrainerRanks:
         self._access = access
         self._further_gateways = tuple(further_gateways)
         self._resume = resume
+        self._budgets = budgets
+        self._watchdog = watchdog
+        self._say = say
+        self._came_up = False
         self._taken: Sequence[Place] = ()
         """The places of the ranks, the first rank's first."""
 
-    async def live(self, life: int) -> None:
-        """The first rank's end is the trainer's. The others end with it, and if one fails all
-        do.
+    def came_up(self) -> None:
+        """Notes that the trainer of this life has its weights, and a place beside the others."""
+        self._came_up = True
+        self._watchdog.weights_found()
+
+    async def keep(self) -> None:
+        """Waits for the last step. Starts the trainer again when it fails. If another life cannot
+        help, it raises the failure, and all parts may start again. That is so if there is no
+        checkpoint yet, or if the trainer did not come up beside the others.
+        """
+        await self._budgets.keep(self._live, between=self._end, possible=self._can_go_on)
+
+    def _can_go_on(self) -> bool:
+        return self._came_up and can_go_on(Path(self._config.run.folder))
+
+    async def _live(self, life: int) -> None:
+        """Waits for the end of the first rank, which is the trainer's. The others end with it, and
+        if one fails all do.
         """
         for place in self._taken:  # of an earlier life
             place.close()
@@ -73,9 +104,12 @@ class TrainerRanks:
         first_rank = self._rank(msgspec.structs.replace(spec, meeting_fd=first.fd), first)
         await serve_while(first_rank, *other_ranks)
 
-    async def end(self) -> None:
+    async def _end(self, restart: Restarted) -> None:
         """Kills the remaining processes of a life that failed. Waits until they have ended."""
+        self._came_up = False
+        self._watchdog.weights_lost()
         await self._children.stop(seconds=0.0, only=ProcessKind.TRAINER)
+        self._say(msgspec.structs.replace(restart, error=f"{restart.error}\n{STAYS}"))
 
     async def _rank(self, spec: TrainerSpec, place: Place) -> None:
         trainer = await self._children.start(

@@ -3,7 +3,7 @@ below within a budget of restarts, and they are always stopped.
 
 | loop | keeps | in |
 |---|---|---|
-| `TrainerRestarts.lead` | the trainer, with its restarts | `trainer_restarts.py`, with `ranks.py` |
+| `TrainerRanks.keep` | the processes of the trainer | `ranks.py` |
 | `Gateways.keep` | a rollout process | `gateways.py` |
 | `Engines.keep` | an engine | `engines.py` |
 | `Workers.keep` | a process that runs agents | `workers.py` |
@@ -27,11 +27,10 @@ from midflight.run.endpoint import Endpoint, remove_endpoint, write_endpoint
 from midflight.run.heart import Beat
 from midflight.run.launcher.access import Access
 from midflight.run.launcher.children import Children
-from midflight.run.launcher.engines import EnginePart, Engines
+from midflight.run.launcher.engines import Engines
 from midflight.run.launcher.gateways import GatewayPart, Gateways, Statuses, take_gateways
 from midflight.run.launcher.ranks import TrainerRanks
-from midflight.run.launcher.restart_budgets import RestartBudgets
-from midflight.run.launcher.trainer_restarts import TrainerRestarts
+from midflight.run.launcher.restarts import RestartBudgets
 from midflight.run.launcher.watch import ProcessWatch
 from midflight.run.launcher.watchdog import Watchdog
 from midflight.run.launcher.workers import Workers
@@ -41,7 +40,6 @@ from midflight.run.parts import (
     ModelReady,
     Notice,
     PartLost,
-    ProcessKind,
     Progress,
     Purpose,
     Ready,
@@ -50,7 +48,7 @@ from midflight.run.parts import (
     serve_while,
 )
 from midflight.run.places.local import LocalPlaces
-from midflight.run.places.port import Child, HasDescriptor, Places
+from midflight.run.places.port import HasDescriptor, Places
 from midflight.run.scratch import remove_left, segment_name
 
 WRITING_SECONDS = 2.0
@@ -85,14 +83,12 @@ class Ring:
         self._control_token = control_token
         self._budgets = budgets or RestartBudgets(config.run.restarts)
         self._watchdog = watchdog or Watchdog(stall_seconds=config.run.stall_seconds)
-        self._lives = TrainerRestarts(
-            Path(config.run.folder), self._budgets, self._watchdog, say=on_message
-        )
         self._statuses = Statuses()
         self._places: Places
         self._gateways: Sequence[GatewayPart]
         self._engines: Engines
         self._workers: Workers
+        self._trainer: TrainerRanks
         self.children = Children(
             config, watchdog=self._watchdog, hear=self._hear, objects=objects, lock=lock
         )
@@ -141,8 +137,8 @@ class Ring:
         services = [*engines, watch.run(), self._places.watch(), *services]
         try:
             if trains:
-                trainer = self._trainer(access, resume=resume)
-                await serve_while(trainer, first, *services)
+                self._trainer = self._new_trainer(access, resume=resume)
+                await serve_while(self._trainer.keep(), first, *services)
             else:
                 await serve_while(first, *services)
         finally:
@@ -158,18 +154,11 @@ class Ring:
             self._config,
             self._places,
             access,
+            children=self.children,
             budgets=self._budgets,
-            serving=self.children.ready,
             say=self._on_message,
-            start=self._start_engine,
-            follow=self.children.brief_and_follow,
             memory=partial(self._memory_words, trains=purpose is Purpose.TRAIN),
             holds=purpose is Purpose.SERVE,
-        )
-
-    async def _start_engine(self, part: EnginePart) -> Child:
-        return await self.children.start(
-            ProcessKind.ENGINE, part.name, part.place, listens=True, arguments=[part.kind]
         )
 
     def _memory_words(self, *, trains: bool) -> str:
@@ -204,16 +193,18 @@ class Ring:
             loops += [self._workers.keep(name, part) for name in part.workers]
         return loops
 
-    def _trainer(self, access: Access, *, resume: bool) -> Coroutine[Any, Any, None]:
-        ranks = TrainerRanks(
+    def _new_trainer(self, access: Access, *, resume: bool) -> TrainerRanks:
+        return TrainerRanks(
             self._config,
             self._places,
             self.children,
             access=access,
             further_gateways=[part.url for part in self._gateways[1:]],
             resume=resume,
+            budgets=self._budgets,
+            watchdog=self._watchdog,
+            say=self._on_message,
         )
-        return self._lives.lead(ranks.live, ranks.end)
 
     # --- While it runs ----------------------------------------------------------------------------
 
@@ -243,7 +234,7 @@ class Ring:
                 self._budgets.of(name).earn()
                 return
             case ModelReady():
-                self._lives.came_up()
+                self._trainer.came_up()
                 self.children.model_ready(message)
             case Ready(url):
                 self._came_up(name)

@@ -26,7 +26,7 @@ from midflight.run.launcher import opening
 from midflight.run.launcher.folder import can_go_on, clear
 from midflight.run.launcher.program import Program
 from midflight.run.launcher.replaced_run import ReplacedRun
-from midflight.run.launcher.restart_budgets import RestartBudgets
+from midflight.run.launcher.restarts import RestartBudgets
 from midflight.run.launcher.ring import WRITING_SECONDS, Ring
 from midflight.run.launcher.sentences import after, sentence, where_gateway
 from midflight.run.launcher.tracking import ENDING_SECONDS, Tracking
@@ -37,10 +37,11 @@ from midflight.run.parts import (
     Progress,
     Purpose,
     Ready,
+    Restarted,
     WarmStart,
     serve_while,
 )
-from midflight.run.places.port import HasDescriptor, PartFailed
+from midflight.run.places.port import HasDescriptor
 
 MEMORY_SECONDS = 1.0
 """The time between two looks at the memory of all processes. A look costs some milliseconds of one
@@ -130,23 +131,24 @@ class Run:
 
     async def _attempts(self, *, resume: bool) -> None:
         budgets = RestartBudgets(self._config.run.restarts)
-        while True:
-            try:
-                ring = self._ring(self.hear, budgets=budgets)
-                return await ring.run(Purpose.TRAIN, resume=resume)
-            except (BaseExceptionGroup, PartFailed) as failures:
-                # a failure comes alone where a place was lost before anything ran there
-                again = budgets.spend_on(failures, now=time.monotonic())
-            resume = can_go_on(self._folder)
-            where = "its last checkpoint" if resume else "the beginning"
-            self._terminal.say(
-                f"{again.error}\nThe run goes on from {where}{after(again.seconds)}; {again.left} "
-                "restarts are left."
-            )
-            await asyncio.sleep(again.seconds)
-            if not resume:
-                self._tracking.drop()
-                clear(self._folder)
+
+        async def attempt(number: int) -> None:
+            goes_on = can_go_on(self._folder) if number else resume
+            await self._ring(self.hear, budgets=budgets).run(Purpose.TRAIN, resume=goes_on)
+
+        await budgets.keep(attempt, between=self._begin_again)
+
+    async def _begin_again(self, restart: Restarted) -> None:
+        """Says from where the run goes on. One that begins anew keeps nothing but its data."""
+        goes_on = can_go_on(self._folder)
+        where = "its last checkpoint" if goes_on else "the beginning"
+        self._terminal.say(
+            f"{restart.error}\nThe run goes on from {where}{after(restart.seconds)}; "
+            f"{restart.left} restarts are left."
+        )
+        if not goes_on:
+            self._tracking.drop()
+            clear(self._folder)
 
     def hear(self, message: Message) -> None:
         """Shows a message from a part. Drawing takes milliseconds."""

@@ -5,19 +5,17 @@
 | `Workers.keep` (one each) | the worker's messages | its end; then it starts it again | cancellation, or starts that fail |
 """
 
+import asyncio
 from collections.abc import Callable
+from itertools import count
 
 from midflight.config.agent import entries_of
 from midflight.config.sections import Config
 from midflight.run.launcher.children import Children
 from midflight.run.launcher.gateways import GatewayPart
+from midflight.run.launcher.restarts import FAILED_STARTS, RestartBudget
 from midflight.run.parts import Message, PartLost, ProcessKind, Restarted, WorkerSpec
 from midflight.run.places.port import Child, PartFailed
-
-MAX_FAILED_STARTS = 3
-"""Failed starts of one worker in a row, before the run fails: its connection is refused, or the
-machine has no room for it.
-"""
 
 
 class Workers:
@@ -47,10 +45,8 @@ class Workers:
         """Runs one process of agents, and starts it again whenever it dies, which agents may cause.
         Raises `PartFailed` if it does not come up.
         """
-        failed_starts = 0
-        num_ended = 0
-        error = ""
-        while failed_starts < MAX_FAILED_STARTS:
+        budget = RestartBudget(FAILED_STARTS)
+        for num_ended in count(1):
             worker = await self._children.start(
                 ProcessKind.WORKER,
                 name,
@@ -58,22 +54,22 @@ class Workers:
                 arguments=entries_of(self._config.environment),
             )
             error = await self._life(worker, gateway)
-            failed_starts = 0 if name in self._children.ready else failed_starts + 1
+            has_worked = name in self._children.ready
+            if has_worked:
+                budget.earn()
             self._children.ready.discard(name)
             await self._children.kill(name)  # a failed one may linger
             if self.are_done:
                 return
-            num_ended += 1
+            if budget.spend(asyncio.get_running_loop().time(), counts=not has_worked) is None:
+                raise PartFailed(
+                    f"{name} was started {FAILED_STARTS.restarts + 1} times and ended each time "
+                    f"before it ran an agent: {error}",
+                    part=name,
+                )
             if _is_power_of_two(num_ended):  # an environment may do so all the time
                 again = "" if num_ended == 1 else f" It was the {num_ended}th time."
                 self._say(Restarted(name, error + again, None))
-        raise PartFailed(
-            (
-                f"{name} was started {MAX_FAILED_STARTS} times and ended each time before it ran "
-                f"an agent: {error}"
-            ),
-            part=name,
-        )
 
     async def _life(self, worker: Child, gateway: GatewayPart) -> str:
         """Waits for the end of one process, and returns why it ended."""
