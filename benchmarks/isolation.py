@@ -28,7 +28,7 @@ from pathlib import Path
 from smoke import options_of
 
 from midflight.config.sections import Config, EnvironmentSection, GatewaySection
-from midflight.environments.crew import Crew, HungWorker
+from midflight.environments.worker_pool import WorkerPool, HungWorker
 from midflight.environments.rollout import RolloutRunner
 from midflight.gateway.http.http import build_app
 from midflight.observe.failures import failure_class
@@ -100,13 +100,13 @@ class Site:
         serving = Serving(
             config, scripted_tokenizer(), [engine], record=unheard, version=0, anonymous=False
         )
-        crew = Crew(serving.gateway, stall_seconds=config.run.stall_seconds, say=print)
+        pool = WorkerPool(serving.gateway, stall_seconds=config.run.stall_seconds, say=print)
         with listen("127.0.0.1", 0) as listener:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             serving.gateway.address = url
-            routes = WorkerRoutes(crew, token=self._token, control_token=self._token).routes()
+            routes = WorkerRoutes(pool, token=self._token, control_token=self._token).routes()
             app = build_app(serving.gateway, serving.control, extra_routes=routes)
-            runner = Agents(config, serving, crew, unheard).runner(
+            runner = Agents(config, serving, pool, unheard).runner(
                 serving.gateway, TokenFates(), tracked=True
             )
             names = [f"worker{i}" for i in range(config.environment.workers or 1)]
@@ -115,7 +115,7 @@ class Site:
                 async with asyncio.TaskGroup() as tasks:
                     beside = [
                         tasks.create_task(serve_app(app, listener, ready=lambda: None)),
-                        tasks.create_task(watch_workers(crew, self._condemn)),
+                        tasks.create_task(watch_workers(pool, self._condemn)),
                         *(tasks.create_task(self._worker(name, url, up[name])) for name in names),
                     ]
                     for event in up.values():

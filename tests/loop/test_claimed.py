@@ -11,7 +11,7 @@ from midflight.environments.claimed import Claimed, claims
 from midflight.environments.tasks import posted_tasks
 from midflight.gateway.sessions.session import CompletionCall, Messages
 from midflight.observe.activity import ProcessWork
-from midflight.run.heart import Beat, Doing
+from midflight.run.heartbeat import Beat, Doing
 from midflight.run.launcher.watchdog import Watchdog
 from midflight.run.rollout.standing import RolloutStanding
 from midflight.testing.virtual_time import run_virtual
@@ -132,7 +132,7 @@ def test_a_run_whose_workers_are_all_gone_is_not_ended_and_its_report_says_what_
         async with site.opened() as ring:
             loop = asyncio.get_running_loop()
             standing = RolloutStanding(ring.serving, clock=loop.time)
-            standing.watch(ring.agents, ring.system.queue, whereabouts=environment.board.whereabouts, board=environment.board)
+            standing.watch(ring.agents, ring.system.queue, placement=environment.board.placement, board=environment.board)
             dog = Watchdog(stall_seconds=10, work=lambda pid: ProcessWork(0, 0, "S"), clock=loop.time)
             told: list[tuple[str, str]] = []
 

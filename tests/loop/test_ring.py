@@ -15,7 +15,7 @@ from midflight.environments.rollout import GRACE_SECONDS
 from midflight.errors import EngineError, EngineUnavailable, RunFailed, first_error
 from midflight.observe.activity import ProcessWork
 from midflight.observe.alarms import Alarms
-from midflight.run.heart import Beat
+from midflight.run.heartbeat import Beat
 from midflight.run.launcher.watchdog import LOOK_SECONDS, Watchdog
 from midflight.run.rollout.standing import RolloutStanding
 from midflight.testing.ring import SimulatedTrainer

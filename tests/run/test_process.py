@@ -12,7 +12,7 @@ import pytest
 from safetensors import SafetensorError
 
 from midflight.errors import ConfigError, RunFailed, StoreFailed
-from midflight.run.heart import Beat
+from midflight.run.heartbeat import Beat
 from midflight.run.launcher.child import failure_of
 from midflight.run.parts import SEATED_VARIABLE, Failed, Message, PartLost, ProcessKind, Verdict
 from midflight.run.places import process

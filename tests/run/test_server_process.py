@@ -24,7 +24,7 @@ from midflight.errors import ConfigError, RunFailed
 from midflight.run.endpoint import TOKEN_VARIABLE
 from midflight.run.engine import companion, server_process
 from midflight.run.engine.server_process import attached, check_interpreter, reserve_port, started
-from midflight.run.heart import Heartbeat
+from midflight.run.heartbeat import Heartbeat
 from midflight.run.launcher.child import failure_of
 from midflight.run.parts import EngineSpec, ServerLost, Verdict
 from midflight.run.places.port import PartFailed, error_of
@@ -89,7 +89,7 @@ def test_versions_are_staged_in_memory_of_the_engines_own_machine_and_leave_with
     async def main() -> None:
         descriptor = socket.create_server(("127.0.0.1", 0)).detach()
         spec = EngineSpec("engine0", "model", config().model_dump_json(), descriptor, "token", segment_name(tmp_path))
-        await companion.run_companion(spec, SimpleNamespace(heart=Heartbeat()))
+        await companion.run_companion(spec, SimpleNamespace(heartbeat=Heartbeat()))
 
     asyncio.run(main())
     (staging,) = seen

@@ -20,7 +20,7 @@ from midflight.errors import every_error
 from midflight.observe.activity import ProcessWork
 from midflight.observe.status import Phase, Status
 from midflight.run import parts
-from midflight.run.heart import Beat, Doing
+from midflight.run.heartbeat import Beat, Doing
 from midflight.run.launcher.ring import Ring
 from midflight.run.launcher.watchdog import LOOK_SECONDS, REST_SECONDS, Watchdog
 from midflight.run.parts import Failed, Message, ModelReady, Progress, Purpose, Ready, Restarted, Stalled, Verdict

@@ -8,7 +8,7 @@ import time
 import msgspec
 
 from midflight.observe.activity import ProcessWork
-from midflight.run.heart import ENDLESS, Absence, Beat, Doing, Heartbeat, LoopReport
+from midflight.run.heartbeat import ENDLESS, Absence, Beat, Doing, Heartbeat, LoopReport
 from midflight.run.launcher.restarts import FAILED_STARTS, REPLENISH_SECONDS, RestartBudget, RestartBudgets, RestartRule
 from midflight.run.launcher.watchdog import HungProcess, Watchdog
 from midflight.run.parts import decode_message, encode
@@ -390,17 +390,17 @@ def test_the_processor_time_of_a_part_elsewhere_is_what_its_beats_say() -> None:
 
 
 def test_a_heart_says_what_is_done_and_when_the_loop_last_turned() -> None:
-    heart = Heartbeat()
-    silent = heart.beat()
+    heartbeat = Heartbeat()
+    silent = heartbeat.beat()
     assert (silent.turned, silent.doing, silent.absences, silent.counters, silent.memory_bytes) == (None, (), (), "", 0)
-    with heart.doing("makes version 3", computes=True):
-        (said,) = heart.beat().doing
+    with heartbeat.doing("makes version 3", computes=True):
+        (said,) = heartbeat.beat().doing
         assert (said.what, said.computes) == ("makes version 3", True) and time.monotonic() - said.since < 1
 
     async def main() -> Beat:
-        heart.ask = lambda: LoopReport((doing("runs rollout 0.1"),), counters="1 rollout runs")
-        heart.turn()
-        return heart.beat()
+        heartbeat.ask = lambda: LoopReport((doing("runs rollout 0.1"),), counters="1 rollout runs")
+        heartbeat.turn()
+        return heartbeat.beat()
 
     beat = asyncio.run(main())
     assert beat.turned is not None and beat.doing == (doing("runs rollout 0.1"),) and beat.counters == "1 rollout runs"

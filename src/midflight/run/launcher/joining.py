@@ -32,7 +32,7 @@ from midflight.run.api.membership import EngineAddress, EngineNeeds, Membership,
 from midflight.run.api.membership_client import MembershipClient
 from midflight.run.engine.companion import speak_for_server
 from midflight.run.launcher import opening
-from midflight.run.launcher.ending import main_task
+from midflight.run.launcher.shutdown import main_task
 from midflight.run.parts import PartLost, serve_while
 from midflight.run.scratch import remove_left, scratch_folder
 from midflight.version import __version__

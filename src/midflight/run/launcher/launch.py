@@ -18,7 +18,7 @@ from midflight.observe.summary_table import summary_table
 from midflight.observe.terminal import Terminal
 from midflight.run.endpoint import ControlToken, control_token
 from midflight.run.launcher import opening
-from midflight.run.launcher.ending import main_task
+from midflight.run.launcher.shutdown import main_task
 from midflight.run.launcher.folder import CONFIG, ROWS, kept, prepare, set_aside
 from midflight.run.launcher.folder_checks import check_run_folder
 from midflight.run.launcher.folder_lock import hold_folder

@@ -24,7 +24,7 @@ from midflight.config.sections import Config
 from midflight.config.shards import unsharded
 from midflight.observe.status import Phase, Status
 from midflight.run.endpoint import Endpoint, remove_endpoint, write_endpoint
-from midflight.run.heart import Beat
+from midflight.run.heartbeat import Beat
 from midflight.run.launcher.access import Access
 from midflight.run.launcher.children import Children
 from midflight.run.launcher.engines import Engines

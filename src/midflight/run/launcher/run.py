@@ -29,7 +29,7 @@ from midflight.run.launcher.replaced_run import ReplacedRun
 from midflight.run.launcher.restarts import RestartBudgets
 from midflight.run.launcher.ring import WRITING_SECONDS, Ring
 from midflight.run.launcher.sentences import after, sentence, where_gateway
-from midflight.run.launcher.tracking import ENDING_SECONDS, Tracking
+from midflight.run.launcher.tracker_process import ENDING_SECONDS, TrackerProcess
 from midflight.run.launcher.viewer import RunViewer
 from midflight.run.parts import (
     Message,
@@ -76,7 +76,7 @@ class Run:
         self._newest: Ring | None = None
         self._memory = PeakMemory(os.getpid(), elsewhere=self._bytes_elsewhere)
         self._viewer = RunViewer(config, token=token.value, say=terminal.say)
-        self._tracking = Tracking(config, terminal.say)
+        self._trackers = TrackerProcess(config, terminal.say)
         self._replaced = ReplacedRun(self._folder, terminal.say)
         self.status = Status(name=config.run.name, steps=config.run.steps)
 
@@ -147,7 +147,7 @@ class Run:
             f"{restart.left} restarts are left."
         )
         if not goes_on:
-            self._tracking.drop()
+            self._trackers.drop()
             clear(self._folder)
 
     def hear(self, message: Message) -> None:
@@ -158,8 +158,8 @@ class Run:
                 if status.step:
                     self._replaced.look()
                 # only now is a resumed run's journal without the steps that are lost
-                self._tracking.start()
-                self._tracking.hear()
+                self._trackers.start()
+                self._trackers.hear()
             case WarmStart():
                 self.status = self._warming(message)
             case Ready(url) if url is not None:
@@ -219,7 +219,7 @@ class Run:
         if self.status.step:
             self._plot(finished=finished)
         left = max(0.5, WRITING_SECONDS - (time.monotonic() - began))
-        self._tracking.end(seconds=ENDING_SECONDS if finished else left)
+        self._trackers.end(seconds=ENDING_SECONDS if finished else left)
         self._replaced.look()
         if finished:
             self._replaced.wait()

@@ -2,7 +2,7 @@
 
 from midflight.lateness import Lateness
 from midflight.observe.activity import ProcessWork, motion
-from midflight.run.heart import BEAT_SECONDS, Beat
+from midflight.run.heartbeat import BEAT_SECONDS, Beat
 from midflight.sender_clock import SenderClock
 
 

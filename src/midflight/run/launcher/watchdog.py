@@ -16,7 +16,7 @@ To each `stall_seconds` the measured delay of signs of life is added: that of th
 of all parts, or of the part itself. A machine that is too busy to let a part beat in time is no
 reason to end it.
 
-Processes are judged here. Agents are judged by the crew of their rollout process, which knows their
+Processes are judged here. Agents are judged by the pool of their rollout process, which knows their
 deadlines and which agent blocks which.
 """
 
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from midflight.lateness import Lateness, delay_of
 from midflight.observe.activity import ProcessWork, own_work
 from midflight.observe.readable import duration
-from midflight.run.heart import Beat, Doing
+from midflight.run.heartbeat import Beat, Doing
 from midflight.run.launcher.signs_of_life import SignsOfLife
 
 LOOK_SECONDS = 1.0

@@ -27,7 +27,7 @@ that, and has a limit of its own.
 """
 
 
-class Tracking:
+class TrackerProcess:
     """Starts the process and ends it. It is synchronous: a thread reads the process's messages, and
     `hear` passes them on in the thread that draws the terminal.
     """
