@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from midflight.errors import ConfigError, RunFailed
+from midflight.run import reminder
 from midflight.run.parts import Message, Notice, ProcessKind, WorkerSpec
 from midflight.run.places import cluster as cluster_places
 from midflight.run.places import process
@@ -102,7 +103,7 @@ def kind(request: pytest.FixtureRequest) -> Callable[[], Places]:
 
 def test_a_child_is_told_its_spec_and_everything_it_says_comes_in_order(kind: Callable[[], Places], tmp_path: Path) -> None:
     async def main() -> None:
-        async with kind() as places:
+        with closing(kind()) as places:
             place = await places.take(ProcessKind.ENGINE)
             async with started(place, tmp_path, "lines=300", "environ=MINE") as child:
                 assert child.running and child.was_started
@@ -115,7 +116,7 @@ def test_a_child_is_told_its_spec_and_everything_it_says_comes_in_order(kind: Ca
 
 def test_an_end_that_nobody_asked_for_has_its_status_and_the_end_of_its_log(kind: Callable[[], Places], tmp_path: Path) -> None:
     async def main() -> None:
-        async with kind() as places:
+        with closing(kind()) as places:
             place = await places.take(ProcessKind.ENGINE)
             async with started(place, tmp_path, "exit=7") as child:
                 await child.tell(SPEC)
@@ -135,7 +136,7 @@ def test_an_end_that_nobody_asked_for_has_its_status_and_the_end_of_its_log(kind
 
 def test_the_address_outlives_the_process_that_listened_there(kind: Callable[[], Places], tmp_path: Path) -> None:
     async def main() -> None:
-        async with kind() as places:
+        with closing(kind()) as places:
             place = await places.take(ProcessKind.ENGINE)
             for life in range(2):
                 async with started(place, tmp_path, f"answer={place.fd}", name=f"life{life}", listens=True) as child:
@@ -150,7 +151,7 @@ def test_the_address_outlives_the_process_that_listened_there(kind: Callable[[],
 
 def test_all_are_asked_to_end_and_who_does_not_is_killed(kind: Callable[[], Places], tmp_path: Path) -> None:
     async def main() -> None:
-        async with kind() as places:
+        with closing(kind()) as places:
             place = await places.take(ProcessKind.ENGINE)
             async with started(place, tmp_path, "stay") as good, started(place, tmp_path, "deaf", "stay", name="deaf") as deaf:
                 for child in (good, deaf):
@@ -165,7 +166,7 @@ def test_all_are_asked_to_end_and_who_does_not_is_killed(kind: Callable[[], Plac
 
 def test_what_a_child_said_before_its_end_can_be_read_after_it(kind: Callable[[], Places], tmp_path: Path) -> None:
     async def main() -> None:
-        async with kind() as places:
+        with closing(kind()) as places:
             place = await places.take(ProcessKind.ENGINE)
             async with started(place, tmp_path, "lines=3") as child:
                 await child.tell(SPEC)
@@ -181,7 +182,7 @@ def test_stacks_come_from_the_child_and_stay_in_its_log(
     monkeypatch.setattr(process, "STACKS_SECONDS", 0.2)
 
     async def main() -> None:
-        async with kind() as places:
+        with closing(kind()) as places:
             place = await places.take(ProcessKind.ENGINE)
             async with started(place, tmp_path, "stay") as child:
                 assert text_of(await anext(child.messages())) == "began"
@@ -199,7 +200,7 @@ def test_no_child_inherits_what_opens_the_run_or_the_cluster(
         monkeypatch.setenv(name, "secret")
 
     async def main() -> None:
-        async with kind() as places:
+        with closing(kind()) as places:
             place = await places.take(ProcessKind.ROLLOUT)
             asked = ("environ=MIDFLIGHT_CONTROL_TOKEN", "environ=RAY_AUTH_TOKEN", "environ=RAY_AUTH_TOKEN_PATH")
             async with started(place, tmp_path, *asked) as child:
@@ -211,7 +212,7 @@ def test_no_child_inherits_what_opens_the_run_or_the_cluster(
 
 def test_ports_differ_and_a_place_where_somebody_listens_is_refused_by_name(kind: Callable[[], Places]) -> None:
     async def main() -> None:
-        async with kind() as places:
+        with closing(kind()) as places:
             first, second = await places.take_all(ProcessKind.TRAINER, 2)
             assert (first.host, second.host) == ("127.0.0.1", "127.0.0.1") and first.port != second.port
             with pytest.raises(ConfigError, match=str(first.port)):
@@ -236,7 +237,7 @@ def test_a_seat_that_cannot_be_reached_for_a_while_is_asked_again_and_nothing_is
             raise ActorUnavailableError("the network broke")
 
     async def main() -> None:
-        async with on_cluster(cluster) as places:
+        with closing(on_cluster(cluster)) as places:
             place = await places.take(ProcessKind.ENGINE)
             monkeypatch.setattr(cluster, "fail", fail)
             async with started(place, tmp_path, "lines=50", "environ=GIVEN") as child:
@@ -263,7 +264,7 @@ def test_an_answer_that_was_lost_on_its_way_starts_no_second_process(tmp_path: P
             return asyncio.ensure_future(lost())
 
     async def main() -> None:
-        async with on_cluster(cluster := Losing()) as places:
+        with closing(on_cluster(cluster := Losing())) as places:
             place = await places.take(ProcessKind.ENGINE)
             async with started(place, tmp_path) as child:
                 await child.tell(SPEC)
@@ -292,7 +293,7 @@ def test_the_death_of_a_seat_is_that_of_its_child_with_rays_reason_and_the_end_o
             raise error
 
     async def main() -> None:
-        async with on_cluster(cluster) as places:
+        with closing(on_cluster(cluster)) as places:
             place = await places.take(ProcessKind.ENGINE)
             async with started(place, tmp_path, "stay") as child:
                 assert text_of(await anext(child.messages())) == "began"
@@ -322,7 +323,7 @@ def test_a_seat_that_is_silent_is_lost_after_the_seconds_that_were_allowed(tmp_p
             await asyncio.Event().wait()
 
     async def main() -> None:
-        async with on_cluster(cluster, lost_seconds=0.1) as places:
+        with closing(on_cluster(cluster, lost_seconds=0.1)) as places:
             place = await places.take(ProcessKind.ENGINE)
             monkeypatch.setattr(cluster, "fail", silence)
             with pytest.raises(PartFailed, match=r"nothing was heard of it for 0.1 s"):
@@ -340,7 +341,7 @@ def test_a_seat_is_not_asked_again_when_its_machine_is_no_longer_listed(monkeypa
         raise ActorUnavailableError("no route to host")
 
     async def main() -> None:
-        async with on_cluster(cluster) as places:
+        with closing(on_cluster(cluster)) as places:
             place = await places.take(ProcessKind.ENGINE)
             monkeypatch.setattr(cluster, "fail", fail)
             with pytest.raises(PartFailed, match="no route to host"):
@@ -350,12 +351,12 @@ def test_a_seat_is_not_asked_again_when_its_machine_is_no_longer_listed(monkeypa
 
 
 def test_a_seat_is_waited_for_and_that_is_said_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_places, "PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(reminder, "REMINDER_SECONDS", 0.01)
     cluster, said = FakeCluster(), list[str]()
     cluster.room.clear()
 
     async def main() -> None:
-        async with on_cluster(cluster, said=said) as places:
+        with closing(on_cluster(cluster, said=said)) as places:
             taking = asyncio.create_task(places.take(ProcessKind.ENGINE))
             while len(said) < 2:
                 await asyncio.sleep(0.01)
@@ -373,7 +374,7 @@ def test_a_seat_at_a_machine_by_its_address_is_waited_for_until_that_is_there() 
     cluster = FakeCluster(Machine("m0", "127.0.0.1", {"CPU": 8.0}))
 
     async def main() -> None:
-        async with on_cluster(cluster) as places:
+        with closing(on_cluster(cluster)) as places:
             taking = asyncio.create_task(places.take(ProcessKind.ENGINE, wants=Wants({"GPU": 4.0}, "127.0.0.2")))
             await asyncio.sleep(0.01)
             assert cluster.asked == [], "its machine is not there"
@@ -390,7 +391,7 @@ def test_a_seat_that_the_run_needs_is_not_waited_for_for_ever(count: int) -> Non
     cluster.room.clear()
 
     async def main() -> None:
-        async with on_cluster(cluster, wait_seconds=0.05) as places:
+        with closing(on_cluster(cluster, wait_seconds=0.05)) as places:
             taking = places.take(ProcessKind.ENGINE) if count == 1 else places.take_all(ProcessKind.TRAINER, count)
             with pytest.raises(RunFailed, match=f"has waited 0.05 s for {count} x a machine with CPU: 1, and had no room among 1 machine"):
                 await taking
@@ -417,10 +418,10 @@ def test_a_process_that_nobody_hears_any_more_ends_because_its_run_may_go_on_els
 
 def test_a_seat_says_that_its_process_is_stopped(tmp_path: Path) -> None:
     async def main() -> None:
-        async with on_cluster(FakeCluster()) as places, asyncio.TaskGroup() as hearing:
+        with closing(on_cluster(FakeCluster())) as places:
             place = await places.take(ProcessKind.ENGINE)
             async with started(place, tmp_path, "stay") as child:
-                heard = hearing.create_task(words(child))
+                heard = asyncio.create_task(words(child))
                 while child.state not in "SR":
                     await asyncio.sleep(0.01)
                 child.signal(signal.SIGSTOP)
@@ -434,7 +435,7 @@ def test_a_seat_says_that_its_process_is_stopped(tmp_path: Path) -> None:
 
 def test_an_engines_seat_that_is_told_to_end_says_so_once_and_goes_on(tmp_path: Path) -> None:
     async def main() -> None:
-        async with on_cluster(FakeCluster()) as places:
+        with closing(on_cluster(FakeCluster())) as places:
             place = await places.take(ProcessKind.ENGINE)
             async with started(place, tmp_path, "stay") as child:
                 heard = asyncio.create_task(words(child))
@@ -450,7 +451,7 @@ def test_an_engines_seat_that_is_told_to_end_says_so_once_and_goes_on(tmp_path: 
 
 def test_a_seat_without_an_engine_ends_when_it_is_told_to(tmp_path: Path) -> None:
     async def main() -> None:
-        async with on_cluster(FakeCluster()) as places:
+        with closing(on_cluster(FakeCluster())) as places:
             empty = await places.take(ProcessKind.ENGINE)
             assert not seat_of(empty).recall()
             place = await places.take(ProcessKind.TRAINER)
@@ -471,7 +472,7 @@ def test_all_places_of_a_machine_that_is_to_be_taken_away_are_recalled(monkeypat
     cluster = FakeCluster()
 
     async def main() -> None:
-        async with on_cluster(cluster) as places:
+        with closing(on_cluster(cluster)) as places:
             place = await places.take(ProcessKind.ENGINE)
             watch = asyncio.create_task(places.watch())
             await asyncio.sleep(0.05)
@@ -501,7 +502,7 @@ def test_ranks_get_all_their_seats_or_none_and_the_room_of_all_is_given_back_wit
     cluster = FakeCluster()
 
     async def main() -> None:
-        async with on_cluster(cluster) as places:
+        with closing(on_cluster(cluster)) as places:
             ranks = await places.take_all(ProcessKind.TRAINER, 3)
             assert cluster.asked == [{"CPU": 1.0}] * 3
             ranks[0].close()

@@ -80,10 +80,7 @@ class Site:
 
     # --- Places --------------------------------------------------------------------------------------------------------
 
-    async def __aenter__(self) -> Site:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
+    def close(self) -> None:
         pass
 
     async def watch(self) -> None:

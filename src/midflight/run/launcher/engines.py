@@ -38,14 +38,11 @@ from midflight.run.parts import (
     serve_while,
 )
 from midflight.run.places.port import Child, PartFailed, Place, Places, Wants
+from midflight.run.reminder import Reminder
 
 if TYPE_CHECKING:
     from midflight.run.api.membership_client import MembershipClient
 
-REMINDER_SECONDS = 30.0
-"""The seconds after which the user is told that requests wait for an engine. The user is told again
-each time that the wait has doubled.
-"""
 AGAIN_SECONDS = 2.0
 """The time between two attempts at a gateway that does not answer yet."""
 
@@ -105,8 +102,8 @@ class Engines:
         """The engines that only answer requests that are not trained on."""
         self._spent = set[str]()
         """Engines that wait for a restart to come back."""
-        self._reminders: dict[str, asyncio.TimerHandle] = {}
-        """The time at which the user is told again that requests wait for an engine."""
+        self._reminders: dict[str, Reminder] = {}
+        """The engines of which people are reminded that they do not serve."""
 
     async def take(self, *, with_teacher: bool) -> Sequence[Coroutine[Any, Any, None]]:
         """Takes places for the engines that the run starts with. Returns the loops that keep them,
@@ -342,8 +339,7 @@ class Engines:
         now = asyncio.get_running_loop().time
         left = False
         budget = self._budgets.of(name)
-        if name not in self._reminders:
-            self._remind(name, since=now(), seconds=REMINDER_SECONDS)
+        self._remind(name)
         while (wait := budget.spend(now(), counts=counts)) is None:
             self._spent.add(name)
             others = self._others(name, self.parts.keys() - self._spent)
@@ -368,25 +364,21 @@ class Engines:
             return f"{', '.join(serving)} goes on"
         return f"{', '.join(engines)} is being started, and requests wait for that"
 
-    def _remind(self, name: str, *, since: float, seconds: float) -> None:
-        """Says that requests wait if no engine serves after `seconds`, and again each time that
-        this has doubled.
+    def _remind(self, name: str) -> None:
+        """Reminds people of requests that wait because no engine serves, until this one comes
+        up.
         """
-        loop = asyncio.get_running_loop()
+        log = f"logs/{name}.log in {self._config.run.folder}"
 
-        def say() -> None:
+        def say(seconds: float) -> None:
             if not self._serving & self.parts.keys() - {TEACHER}:
-                away = (
-                    f"no engine has served for {duration(loop.time() - since)}: requests wait "
-                    f"for {name}, which is being started"
-                )
-                self._say(
-                    Notice(f"{away}. Its log is logs/{name}.log in {self._config.run.folder}.")
-                )
-            self._remind(name, since=since, seconds=2 * seconds)
+                away = f"no engine has served for {duration(seconds)}"
+                waits = f"requests wait for {name}, which is being started"
+                self._say(Notice(f"{away}: {waits}. Its log is {log}."))
 
-        self._reminders[name] = loop.call_later(seconds, say)
+        if name not in self._reminders:
+            self._reminders[name] = Reminder(say)
 
     def _stop_reminding(self, name: str) -> None:
         if (reminder := self._reminders.pop(name, None)) is not None:
-            reminder.cancel()
+            reminder.close()

@@ -14,7 +14,7 @@ The launcher never imports torch.
 
 import secrets
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,8 @@ class Ring:
         self.children.expect_model()
         if self._given_model is not None:
             self.children.model_ready(self._given_model)
-        async with self._new_places() as self._places:
+        self._places = self._new_places()
+        with closing(self._places):
             await self._run(purpose, resume=resume)
 
     def _new_places(self) -> Places:

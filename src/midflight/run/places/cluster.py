@@ -21,9 +21,8 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import msgspec
@@ -34,6 +33,7 @@ from midflight.run import parts
 from midflight.run.places.actor import ActorOpened, ChildOutput, StartOrder
 from midflight.run.places.port import KILLS, HasDescriptor, PartFailed, Wants
 from midflight.run.places.process import last_lines, of_status
+from midflight.run.reminder import Reminder
 from midflight.wire.hosts import is_loopback
 
 AGAIN_SECONDS = 0.5
@@ -50,10 +50,6 @@ minute or more.
 KILL_SECONDS = 5.0
 """The time within which a seat must report that a killed process has ended. The end of a run waits
 for that, also if the machine is gone.
-"""
-PATIENCE_SECONDS = 30.0
-"""A seat is not there at once. The seconds after which the user is told of the wait, and again each
-time that it has doubled.
 """
 OWN_RESOURCES = frozenset(("memory", "node", "object_store_memory", "accelerator_type"))
 """Resources that Ray gives each machine, in bytes or as marks; they are not shown to users."""
@@ -373,15 +369,7 @@ class RayPlaces:
         self._wait_seconds = wait_seconds
         self._taken: list[ClusterPlace] = []
 
-    async def __aenter__(self) -> "RayPlaces":
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         for place in self._taken:
             place.close()
 
@@ -487,23 +475,20 @@ class RayPlaces:
         """Surrounds a wait for seats and reports it to the user again and again. Raises `RunFailed`
         after `wait_seconds`, unless the wait may last `for_ever`.
         """
-        loop = asyncio.get_running_loop()
         asked = ", ".join(f"{name}: {amount:g}" for name, amount in resources.items())
         wanted = f"{count} x a machine with {asked or 'room'}"
 
-        def say(seconds: float) -> None:
-            nonlocal later
+        def say(_: float) -> None:
             self._say(
                 f"{part} waits for {wanted}: what there is has no room, or is slow to start a seat "
                 f"({said_of(self._cluster.machines())})"
             )
-            later = loop.call_later(2 * seconds, say, 2 * seconds)
 
-        later = loop.call_later(PATIENCE_SECONDS, say, PATIENCE_SECONDS)
         limit = asyncio.timeout(None if for_ever else self._wait_seconds)
         try:
-            async with limit:
-                yield
+            with closing(Reminder(say)):
+                async with limit:
+                    yield
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -512,5 +497,3 @@ class RayPlaces:
                 f"{said_of(self._cluster.machines())}; add machines or end what is on them, and go "
                 "on with --resume, or raise cluster.wait_seconds."
             ) from None
-        finally:
-            later.cancel()

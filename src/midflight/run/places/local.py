@@ -4,7 +4,6 @@ import asyncio
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from midflight import given
 from midflight.run import parts
@@ -62,15 +61,7 @@ class LocalPlaces:
     def __init__(self) -> None:
         self._taken: list[LocalPlace] = []
 
-    async def __aenter__(self) -> "LocalPlaces":
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         for place in self._taken:
             place.close()
 

@@ -7,7 +7,7 @@ stays the same through restarts, and on a cluster the GPUs.
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -188,10 +188,12 @@ class Wants(NamedTuple):
     """The machine's address; empty is any machine."""
 
 
-class Places(AbstractAsyncContextManager["Places", None], Protocol):
-    """Gives places to the parts of one attempt at a run. At its end all are closed, and nothing is
-    left of them.
-    """
+class Places(Protocol):
+    """Gives places to the parts of one attempt at a run."""
+
+    def close(self) -> None:
+        """Closes all places, of which nothing is left then."""
+        ...
 
     async def watch(self) -> None:
         """Finds out which places are recalled, until it is cancelled. Ends at once if none can be
