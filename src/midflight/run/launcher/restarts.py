@@ -156,3 +156,8 @@ class RestartBudgets:
         if wait is None:
             raise failure from failures
         return Restarted(failure.part, str(failure), budget.left(now), wait)
+
+
+def is_power_of_two(number: int) -> bool:
+    """True for 1, 2, 4, 8 and so on. What happens again and again is told at these times."""
+    return number & (number - 1) == 0

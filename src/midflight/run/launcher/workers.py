@@ -13,7 +13,7 @@ from midflight.config.agent import entries_of
 from midflight.config.sections import Config
 from midflight.run.launcher.children import Children
 from midflight.run.launcher.gateways import GatewayPart
-from midflight.run.launcher.restarts import FAILED_STARTS, RestartBudget
+from midflight.run.launcher.restarts import FAILED_STARTS, RestartBudget, is_power_of_two
 from midflight.run.parts import Message, PartLost, ProcessKind, Restarted, WorkerSpec
 from midflight.run.places.port import Child, PartFailed
 
@@ -67,7 +67,7 @@ class Workers:
                     f"before it ran an agent: {error}",
                     part=name,
                 )
-            if _is_power_of_two(num_ended):  # an environment may do so all the time
+            if is_power_of_two(num_ended):  # an environment may do so all the time
                 again = "" if num_ended == 1 else f" It was the {num_ended}th time."
                 self._say(Restarted(name, error + again, None))
 
@@ -86,7 +86,3 @@ class Workers:
         except (PartFailed, PartLost) as failure:
             return str(failure)
         return f"{worker.name} ended, though nobody asked it to"
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0
