@@ -134,6 +134,18 @@ def test_an_end_that_nobody_asked_for_has_its_status_and_the_end_of_its_log(kind
     run(main)
 
 
+def test_an_end_is_told_with_the_log_of_this_process_and_not_of_an_earlier_one(kind: Callable[[], Places], tmp_path: Path) -> None:
+    async def main() -> None:
+        with closing(kind()) as places:
+            place = await places.take(ProcessKind.ENGINE)
+            (tmp_path / "engine0.log").write_text("an earlier one said this\n")
+            async with started(place, tmp_path, "exit=7") as child:
+                await child.tell(SPEC)
+                assert str(child.died(await child.ended())).endswith("engine0.log:\nmy last words")
+
+    run(main)
+
+
 def test_the_address_outlives_the_process_that_listened_there(kind: Callable[[], Places], tmp_path: Path) -> None:
     async def main() -> None:
         with closing(kind()) as places:
