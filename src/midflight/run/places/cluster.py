@@ -51,6 +51,10 @@ KILL_SECONDS = 5.0
 """The time within which a seat must report that a killed process has ended. The end of a run waits
 for that, also if the machine is gone.
 """
+NODE_SHARE = 0.001
+"""The share of a machine's resource `node:ADDRESS` that a seat asks for which is to be there. Ray
+gives each machine one of it, and waits until the machine is there.
+"""
 OWN_RESOURCES = frozenset(("memory", "node", "object_store_memory", "accelerator_type"))
 """Resources that Ray gives each machine, in bytes or as marks; they are not shown to users."""
 
@@ -391,26 +395,16 @@ class RayPlaces:
         wants: Wants | None = None,
     ) -> ClusterPlace:
         asked, machine = wants or Wants(self._resources[part], "")
+        if machine:
+            asked = {**asked, f"node:{machine}": NODE_SHARE}
         at = "" if host is None or is_loopback(host) else host
         async with self._patience(part, 1, asked, for_ever=for_ever):
-            seat = self._cluster.seat(asked, machine=await self._machine(machine))
+            seat = self._cluster.seat(asked)
             try:
                 return await self._opened(part, seat, at, port)
             except BaseException:
                 self._cluster.kill(seat)
                 raise
-
-    async def _machine(self, address: str) -> str:
-        """The id of the machine at an address; empty for an empty address, which is any. Waits
-        until the machine is there.
-        """
-        if not address:
-            return ""
-        while True:
-            ids = {machine.address: machine.id for machine in self._cluster.machines()}
-            if address in ids:
-                return ids[address]
-            await asyncio.sleep(AGAIN_SECONDS)
 
     async def take_all(self, part: parts.ProcessKind, count: int) -> Sequence[ClusterPlace]:
         asked = self._resources[part]

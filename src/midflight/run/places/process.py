@@ -221,8 +221,12 @@ class LocalChild(LocalProcess):
 
 def child_environ(given: Mapping[str, str]) -> dict[str, str]:
     """The environment of this process without `KEPT_FROM_CHILDREN`, and with what is given."""
-    environ = {name: value for name, value in os.environ.items() if name not in KEPT_FROM_CHILDREN}
-    return environ | dict(given)
+    return without_access(os.environ) | dict(given)
+
+
+def without_access(environ: Mapping[str, str]) -> dict[str, str]:
+    """An environment without `KEPT_FROM_CHILDREN`."""
+    return {name: value for name, value in environ.items() if name not in KEPT_FROM_CHILDREN}
 
 
 def of_status(status: int) -> str:
