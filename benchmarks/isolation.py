@@ -28,8 +28,8 @@ from pathlib import Path
 from smoke import options_of
 
 from midflight.config.sections import Config, EnvironmentSection, GatewaySection
-from midflight.environments.worker_pool import WorkerPool, HungWorker
 from midflight.environments.rollout import RolloutRunner
+from midflight.environments.worker_pool import HungWorker, WorkerPool
 from midflight.gateway.http.http import build_app
 from midflight.observe.failures import failure_class
 from midflight.run import parts

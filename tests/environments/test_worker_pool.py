@@ -16,10 +16,10 @@ from midflight.environments.worker_pool import (
     REST_SECONDS,
     SILENT_BEATS,
     Assignment,
-    WorkerPool,
     HungWorker,
     PoolWorker,
     RolloutPlacement,
+    WorkerPool,
 )
 from midflight.errors import AgentFailed, EnvironmentFailed
 from midflight.testing.virtual_time import run_virtual

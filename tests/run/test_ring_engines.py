@@ -6,21 +6,22 @@ import asyncio
 import json
 import socket
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from midflight.config.load import load_config
 from midflight.errors import RunFailed
-from midflight.run.launcher.access import Access
+from midflight.run.launcher.attempt import Attempt
 from midflight.run.launcher.engines import EnginePart, Engines
 from midflight.run.launcher.killed_starts import MAX_KILLED
 from midflight.run.launcher.restarts import RestartBudgets
-from midflight.run.parts import TEACHER, EngineSpec, Message, ModelReady, Notice, ProcessKind, Restarted, Spec
+from midflight.run.parts import TEACHER, EngineSpec, Message, ModelReady, Notice, ProcessKind, Purpose, Restarted, Spec
 from midflight.run.places.port import PartFailed, Wants
 from midflight.testing.virtual_time import run_virtual
 
-ACCESS = Access("http://10.0.0.1:80", "control", "engine", "segment")
+GATEWAY = "http://10.0.0.1:80"
 
 
 class Spot:
@@ -59,7 +60,7 @@ class Life:
 class Site:
     """Engines on a cluster that has `room` for so many, and their children."""
 
-    def __init__(self, *options: str, room: int, access: Access = ACCESS, holds: bool = False) -> None:
+    def __init__(self, *options: str, room: int, gateway: str = GATEWAY, purpose: Purpose = Purpose.TRAIN) -> None:
         self.room = asyncio.Semaphore(room)
         self.refusals: list[Exception] = []
         self.spots: list[Spot] = []
@@ -79,14 +80,20 @@ class Site:
             async def _announce(self, part: EnginePart) -> None:
                 site.announced.append(f"{part.name} {part.address}")
 
-        self.engines = Watched(
-            *(config, self, access),  # pyright: ignore[reportArgumentType]
-            children=self,  # pyright: ignore[reportArgumentType]
-            budgets=self.budgets,
-            say=self.said.append,
-            memory=lambda: "There are 2.0 GB.",
-            holds=holds,
+        attempt = Attempt(
+            config,
+            purpose,
+            self,  # pyright: ignore[reportArgumentType]
+            self,  # pyright: ignore[reportArgumentType]
+            self.budgets,
+            self.said.append,
+            gateway=gateway,
+            control_token="control",
+            engine_token="engine",
+            worker_token="worker",
+            segment="segment",
         )
+        self.engines = Watched(attempt, lambda: "There are 2.0 GB.")
 
     async def take(self, part: ProcessKind, *, for_ever: bool = False, wants: Wants | None = None) -> Spot:
         self.wanted.append(wants)
@@ -205,7 +212,7 @@ def test_an_engine_whose_place_is_taken_away_leaves_the_run_before_it_ends_and_c
         gateway = Gateway()
         async with await asyncio.start_server(gateway, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            site = Site("engine.count=2", room=3, access=Access(f"http://127.0.0.1:{port}", "control", "engine", "segment"))
+            site = Site("engine.count=2", room=3, gateway=f"http://127.0.0.1:{port}")
             tasks = [asyncio.ensure_future(kept) for kept in await site.engines.take(with_teacher=True)]
             await settle()
             site.spots[1].recall.set()
@@ -235,7 +242,7 @@ def test_an_engine_whose_place_is_taken_away_is_moved_also_where_no_gateway_answ
     async def main() -> None:
         with socket.create_server(("127.0.0.1", 0)) as found:
             gateway = f"http://127.0.0.1:{found.getsockname()[1]}"
-        site = Site("engine.count=2", room=3, access=Access(gateway, "control", "engine", "segment"))
+        site = Site("engine.count=2", room=3, gateway=gateway)
         tasks = [asyncio.ensure_future(kept) for kept in await site.engines.take(with_teacher=True)]
         await settle()
         site.spots[1].recall.set()
@@ -309,9 +316,9 @@ def test_an_engine_apart_whose_restarts_are_spent_has_left_the_run_until_it_is_s
         gateway = Gateway()
         gateway.answers.set()
         async with await asyncio.start_server(gateway, "127.0.0.1", 0) as server:
-            access = Access(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "control", "engine", "segment")
-            site = Site("engine.count=2", "environment.untracked.engines=1", room=2, access=access)
-            site.engines._budgets = SpentOnce()  # type: ignore[assignment]
+            address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            site = Site("engine.count=2", "environment.untracked.engines=1", room=2, gateway=address)
+            site.engines._attempt = replace(site.engines._attempt, budgets=SpentOnce())  # type: ignore[arg-type]
             tasks = [asyncio.ensure_future(kept) for kept in await site.engines.take(with_teacher=True)]
             await settle()
             site.lives[1].die()
@@ -459,7 +466,7 @@ def test_a_teacher_that_is_killed_at_each_start_ends_the_run_though_engines_work
 
 def test_what_serves_holds_its_requests_however_often_an_engine_is_killed_as_it_starts() -> None:
     async def main() -> None:
-        site = Site(room=1, holds=True)
+        site = Site(room=1, purpose=Purpose.SERVE)
         (kept,) = await site.engines.take(with_teacher=True)
         task = asyncio.ensure_future(kept)
         site.loading.add("engine0")

@@ -9,8 +9,8 @@ import pytest
 from tests.gateway.generating import TOKENIZER
 
 from midflight.config.sections import Config, GatewaySection, RunSection
-from midflight.run.rollout.version_followers import EngineVersion, FleetVersions, ShardRole
 from midflight.run.rollout.serving import Serving
+from midflight.run.rollout.version_followers import EngineVersion, FleetVersions, ShardRole
 from midflight.testing.scripted import ScriptedEngine
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import EngineHealth, Version

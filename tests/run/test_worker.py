@@ -19,8 +19,8 @@ from tests.environments.test_worker_pool import Recorder, Session
 from midflight.config.sections import EnvironmentSection
 from midflight.environments.agents import AgentsHere
 from midflight.environments.conversation import BuiltInLoop
-from midflight.environments.worker_pool import WorkerPool
 from midflight.environments.scoring import Unjudged
+from midflight.environments.worker_pool import WorkerPool
 from midflight.errors import AgentFailed, ConfigError, first_error
 from midflight.run.api import worker_wire as wire
 from midflight.run.api.worker_routes import WorkerRoutes

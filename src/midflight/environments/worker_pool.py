@@ -271,7 +271,11 @@ class WorkerPool:
         if job.worker is not None:
             return RolloutPlacement(job.worker.name)
         missing = [name for name in self._names if name not in self._workers]
-        idle = [worker.name for worker in self._workers.values() if worker.condemned or self._silence(worker)]
+        idle = [
+            worker.name
+            for worker in self._workers.values()
+            if worker.condemned or self._silence(worker)
+        ]
         awaited = next(chain(missing, idle, self._workers), "")
         return RolloutPlacement(awaited, waits=True)
 
@@ -342,7 +346,12 @@ class WorkerPool:
             job.tools.begin(limit)
 
     def ended(
-        self, worker: PoolWorker, session_id: str, *, result: object = None, error: Exception | None = None
+        self,
+        worker: PoolWorker,
+        session_id: str,
+        *,
+        result: object = None,
+        error: Exception | None = None,
     ) -> None:
         """Notes that the worker's agent has ended with its result or an error, or that it was
         cancelled and nothing waits for it any more.

@@ -40,7 +40,12 @@ class Teacher:
     """
 
     def __init__(
-        self, scorer: Scorer, *, temperature: float, seconds: float, heartbeat: Heartbeat | None = None
+        self,
+        scorer: Scorer,
+        *,
+        temperature: float,
+        seconds: float,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         self._scorer = scorer
         self._temperature = temperature

@@ -20,7 +20,13 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from midflight.environments.worker_pool import LOOK_SECONDS, Assignment, WorkerPool, HungWorker, PoolWorker
+from midflight.environments.worker_pool import (
+    LOOK_SECONDS,
+    Assignment,
+    HungWorker,
+    PoolWorker,
+    WorkerPool,
+)
 from midflight.errors import AgentFailed, ConfigError
 from midflight.run.api import worker_wire as wire
 from midflight.wire.edge import bearer_in, headers_of, same_token
@@ -72,7 +78,9 @@ class WorkerRoutes:
                 raise msgspec.DecodeError(f"{said} before the name")
             case wire.AgentEnded() as ended:
                 self._pool.hear(worker)
-                self._pool.ended(worker, ended.session_id, result=ended.result(), error=_error(ended))
+                self._pool.ended(
+                    worker, ended.session_id, result=ended.result(), error=_error(ended)
+                )
             case wire.ToolsRun(session_id, limit):
                 self._pool.hear(worker)
                 self._pool.in_tools(worker, session_id, limit)

@@ -18,26 +18,23 @@ import msgspec
 
 from midflight.config.derived import num_engines
 from midflight.config.seats import config_in_place, engine_resources, engines_min, server_of
-from midflight.config.sections import Config
 from midflight.errors import RunFailed, first_error
 from midflight.observe.readable import duration
-from midflight.run.launcher.access import Access
-from midflight.run.launcher.children import Children
+from midflight.run.launcher.attempt import Attempt
 from midflight.run.launcher.killed_starts import KilledStarts, is_told, why_ended, why_killed
-from midflight.run.launcher.restarts import RestartBudgets
 from midflight.run.parts import (
     TEACHER,
     EngineSpec,
-    Message,
     ModelReady,
     Notice,
     PartLost,
     ProcessKind,
+    Purpose,
     Restarted,
     Spec,
     serve_while,
 )
-from midflight.run.places.port import Child, PartFailed, Place, Places, Wants
+from midflight.run.places.port import Child, PartFailed, Place, Wants
 from midflight.run.reminder import Reminder
 
 if TYPE_CHECKING:
@@ -71,30 +68,16 @@ class Engines:
 
     def __init__(
         self,
-        config: Config,
-        places: Places,
-        access: Access,
-        *,
-        children: Children,
-        budgets: RestartBudgets,
-        say: Callable[[Message], None],
+        attempt: Attempt,
         memory: Callable[[], str],
-        holds: bool,
     ) -> None:
         """`memory` says in sentences how much memory there is, how much the parts are estimated to
-        take, and what helps. With `holds`, requests wait for an engine as long as one is being
-        started, however often it is killed. Without it the run ends when no start can succeed, see
-        `killed_starts`.
+        take, and what helps.
         """
-        self._config = config
-        self._places = places
-        self._access = access
-        self._budgets = budgets
-        self._children = children
-        self._serving = children.ready
-        self._say = say
+        self._attempt = attempt
+        self._config = attempt.config
+        self._serving = attempt.children.ready
         self._memory = memory
-        self._holds = holds
         self._killed = KilledStarts()
         self.parts: dict[str, EnginePart] = {}
         self._up: dict[str, asyncio.Event] = {}
@@ -136,7 +119,7 @@ class Engines:
         wants = None
         if server is not None:
             wants = Wants(engine_resources(self._config, server), server.host)
-        return self._places.take(ProcessKind.ENGINE, for_ever=for_ever, wants=wants)
+        return self._attempt.places.take(ProcessKind.ENGINE, for_ever=for_ever, wants=wants)
 
     def addresses(self) -> dict[str, str]:
         return {part.name: part.address for part in self.parts.values()}
@@ -182,7 +165,7 @@ class Engines:
         if part.name == TEACHER:
             raise failure  # its address is told at the start alone
         part.place.close()
-        self._say(Restarted(part.name, str(failure), None))
+        self._attempt.say(Restarted(part.name, str(failure), None))
         return replace(part, place=await self._elsewhere(part.name), joins=True)
 
     def _killed_early(self, failure: PartFailed) -> PartFailed:
@@ -194,8 +177,10 @@ class Engines:
         others = [] if name == TEACHER else self._others(name, self.parts)
         may_come_up = [one for one in others if one not in self._spent]
         candidates = [name, *may_come_up]
-        works = self._holds or bool(self._serving.intersection(others))
-        if not works and self._killed.have_ended(candidates):
+        works = bool(self._serving.intersection(others))
+        # where there is only service, requests wait however often an engine is killed
+        ends = self._attempt.purpose is not Purpose.SERVE and not works
+        if ends and self._killed.have_ended(candidates):
             why = why_ended(sorted(candidates), self._memory())
             raise RunFailed(f"{why}\n{failure}") from failure
         if not is_told(num):
@@ -219,7 +204,7 @@ class Engines:
         """Waits for the unexpected end of one process, and returns its failure."""
         self._up[part.name] = asyncio.Event()
         try:
-            engine = await self._children.start(
+            engine = await self._attempt.children.start(
                 ProcessKind.ENGINE, part.name, part.place, listens=True, arguments=[part.kind]
             )
         except PartFailed as failure:
@@ -235,7 +220,7 @@ class Engines:
             if not isinstance(failure, PartFailed):
                 raise failure from errors
         # a failed one may linger, and its successor listens on the same socket
-        await self._children.kill(part.name)
+        await self._attempt.children.kill(part.name)
         return failure
 
     async def _follow_on(self, part: EnginePart, engine: Child) -> None:
@@ -245,13 +230,13 @@ class Engines:
                 model=part.model or model.folder,
                 config=config_in_place(self._config, part.name).model_dump_json(),
                 socket_fd=part.place.fd,
-                token=self._access.engine_token,
-                segment=self._access.segment,
+                token=self._attempt.engine_token,
+                segment=self._attempt.segment,
                 version=model.version,
                 url=part.url,
             )
 
-        await self._children.brief_and_follow(engine, spec)
+        await self._attempt.children.brief_and_follow(engine, spec)
 
     @asynccontextmanager
     async def _members(self) -> AsyncGenerator["MembershipClient"]:
@@ -261,7 +246,7 @@ class Engines:
         from midflight.wire.client import HttpClient
 
         async with HttpClient(
-            self._access.gateway, lost=PartLost, token=self._access.control_token
+            self._attempt.gateway, lost=PartLost, token=self._attempt.control_token
         ) as http:
             yield MembershipClient(http)
 
@@ -338,7 +323,7 @@ class Engines:
         name = failure.part
         now = asyncio.get_running_loop().time
         left = False
-        budget = self._budgets.of(name)
+        budget = self._attempt.budgets.of(name)
         self._remind(name)
         while (wait := budget.spend(now(), counts=counts)) is None:
             self._spent.add(name)
@@ -347,13 +332,13 @@ class Engines:
                 raise failure
             back = budget.seconds_to_next(now())
             error = f"{failure}\nIts restarts are spent; {self._said_of(others)}."
-            self._say(Restarted(name, error, 0, back))
+            self._attempt.say(Restarted(name, error, 0, back))
             if name in self._apart and not left:
                 await self._give_up(name)
                 left = True
             await asyncio.sleep(back)
         self._spent.discard(name)
-        self._say(Restarted(name, str(failure), budget.left(now()), wait))
+        self._attempt.say(Restarted(name, str(failure), budget.left(now()), wait))
         await asyncio.sleep(wait)
         return left
 
@@ -374,7 +359,7 @@ class Engines:
             if not self._serving & self.parts.keys() - {TEACHER}:
                 away = f"no engine has served for {duration(seconds)}"
                 waits = f"requests wait for {name}, which is being started"
-                self._say(Notice(f"{away}: {waits}. Its log is {log}."))
+                self._attempt.say(Notice(f"{away}: {waits}. Its log is {log}."))
 
         if name not in self._reminders:
             self._reminders[name] = Reminder(say)

@@ -8,27 +8,22 @@ begin again from the last checkpoint, and everything else goes on.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from midflight.config.seats import config_in_place
-from midflight.config.sections import Config
-from midflight.run.launcher.access import Access
-from midflight.run.launcher.children import Children
+from midflight.run.launcher.attempt import Attempt
 from midflight.run.launcher.folder import can_go_on
-from midflight.run.launcher.restarts import RestartBudgets
 from midflight.run.launcher.watchdog import Watchdog
 from midflight.run.parts import PartLost, ProcessKind, Restarted, TrainerSpec, serve_while
-from midflight.run.places.port import PartFailed, Place, Places
+from midflight.run.places.port import PartFailed, Place
 
 OWN_REASON_SECONDS = 5.0
 """The time in which a lost part may report its own reason, or be seen to end. Its connections break
 first, and a busy machine takes seconds more.
 """
-
-
 STAYS = "The trainer goes on from its last checkpoint; engines, gateway and agents stay."
 
 
@@ -37,29 +32,19 @@ class TrainerRanks:
 
     def __init__(
         self,
-        config: Config,
-        places: Places,
-        children: Children,
-        *,
-        access: Access,
-        further_gateways: Sequence[str],
-        resume: bool,
-        budgets: RestartBudgets,
+        attempt: Attempt,
         watchdog: Watchdog,
-        say: Callable[[Restarted], None],
+        *,
+        further_urls: tuple[str, ...],
+        resume: bool,
     ) -> None:
-        """`further_gateways` are the URLs of all gateways but the first. `resume`: the first life
+        """`further_urls` are the URLs of all gateways but the first. `resume`: the first life
         goes on from the last checkpoint, as later ones always do.
         """
-        self._config = config
-        self._places = places
-        self._children = children
-        self._access = access
-        self._further_gateways = tuple(further_gateways)
-        self._resume = resume
-        self._budgets = budgets
+        self._attempt = attempt
         self._watchdog = watchdog
-        self._say = say
+        self._further_urls = further_urls
+        self._resume = resume
         self._came_up = False
         self._taken: Sequence[Place] = ()
         """The places of the ranks, the first rank's first."""
@@ -74,10 +59,10 @@ class TrainerRanks:
         help, it raises the failure, and all parts may start again. That is so if there is no
         checkpoint yet, or if the trainer did not come up beside the others.
         """
-        await self._budgets.keep(self._live, between=self._end, possible=self._can_go_on)
+        await self._attempt.budgets.keep(self._live, between=self._end, possible=self._can_go_on)
 
     def _can_go_on(self) -> bool:
-        return self._came_up and can_go_on(Path(self._config.run.folder))
+        return self._came_up and can_go_on(Path(self._attempt.config.run.folder))
 
     async def _live(self, life: int) -> None:
         """Waits for the end of the first rank, which is the trainer's. The others end with it, and
@@ -85,17 +70,19 @@ class TrainerRanks:
         """
         for place in self._taken:  # of an earlier life
             place.close()
-        self._taken = await self._places.take_all(ProcessKind.TRAINER, self._config.trainer.ranks)
+        self._taken = await self._attempt.places.take_all(
+            ProcessKind.TRAINER, self._attempt.config.trainer.ranks
+        )
         first, *others = self._taken
         spec = TrainerSpec(
-            config_in_place(self._config, "trainer").model_dump_json(),
-            self._access.gateway,
-            self._access.control_token,
-            self._access.segment,
+            config_in_place(self._attempt.config, "trainer").model_dump_json(),
+            self._attempt.gateway,
+            self._attempt.control_token,
+            self._attempt.segment,
             resume=self._resume or life > 0,
             life=life,
             meeting=f"{first.host}:{first.port}",
-            further_urls=self._further_gateways,
+            further_urls=self._further_urls,
         )
         other_ranks = [
             self._rank(msgspec.structs.replace(spec, rank=rank), place)
@@ -108,11 +95,11 @@ class TrainerRanks:
         """Kills the remaining processes of a life that failed. Waits until they have ended."""
         self._came_up = False
         self._watchdog.weights_lost()
-        await self._children.stop(seconds=0.0, only=ProcessKind.TRAINER)
-        self._say(msgspec.structs.replace(restart, error=f"{restart.error}\n{STAYS}"))
+        await self._attempt.children.stop(seconds=0.0, only=ProcessKind.TRAINER)
+        self._attempt.say(msgspec.structs.replace(restart, error=f"{restart.error}\n{STAYS}"))
 
     async def _rank(self, spec: TrainerSpec, place: Place) -> None:
-        trainer = await self._children.start(
+        trainer = await self._attempt.children.start(
             ProcessKind.TRAINER,
             f"trainer{spec.rank or ''}",
             place,
@@ -121,7 +108,7 @@ class TrainerRanks:
         )
         await trainer.tell(msgspec.structs.replace(spec, host=place.host))
         try:
-            await self._children.follow(trainer)
+            await self._attempt.children.follow(trainer)
         except PartLost as lost:
             await asyncio.sleep(OWN_REASON_SECONDS)
             raise PartFailed(str(lost), part=trainer.name) from lost

@@ -25,7 +25,7 @@ from midflight.config.shards import unsharded
 from midflight.observe.status import Phase, Status
 from midflight.run.endpoint import Endpoint, remove_endpoint, write_endpoint
 from midflight.run.heartbeat import Beat
-from midflight.run.launcher.access import Access
+from midflight.run.launcher.attempt import Attempt
 from midflight.run.launcher.children import Children
 from midflight.run.launcher.engines import Engines
 from midflight.run.launcher.gateways import GatewayPart, Gateways, Statuses, take_gateways
@@ -93,10 +93,6 @@ class Ring:
             config, watchdog=self._watchdog, hear=self._hear, objects=objects, lock=lock
         )
 
-    @property
-    def url(self) -> str:
-        return self._gateways[0].url
-
     # --- Its beginning ----------------------------------------------------------------------------
 
     async def run(self, purpose: Purpose, *, resume: bool = False) -> None:
@@ -124,21 +120,19 @@ class Ring:
         self.children.lay_out(ranks=trains, teacher=taught)
         config = self._config if trains else unsharded(self._config)
         self._gateways = await take_gateways(config, self._places, purpose)
-        access = Access(
-            self.url,
-            self._control_token,
-            engine_token=secrets.token_urlsafe(24),
-            segment=segment_name(Path(self._config.run.folder)),
-        )
-        self._engines = self._new_engines(access, purpose)
+        attempt = self._new_attempt(purpose)
+        self._engines = Engines(attempt, partial(self._memory_words, trains=trains))
         engines = await self._engines.take(with_teacher=taught)
         remove_left()
-        first, *services = self._gateways_and_workers(access, purpose)
+        first, *services = self._gateways_and_workers(attempt)
         watch = ProcessWatch(self.children, self._watchdog, say=self._on_message, spare=self._spare)
         services = [*engines, watch.run(), self._places.watch(), *services]
         try:
             if trains:
-                self._trainer = self._new_trainer(access, resume=resume)
+                further_urls = tuple(part.url for part in self._gateways[1:])
+                self._trainer = TrainerRanks(
+                    attempt, self._watchdog, further_urls=further_urls, resume=resume
+                )
                 await serve_while(self._trainer.keep(), first, *services)
             else:
                 await serve_while(first, *services)
@@ -150,16 +144,19 @@ class Ring:
                 for part in self._gateways:
                     remove_endpoint(part.folder, self._control_token)
 
-    def _new_engines(self, access: Access, purpose: Purpose) -> Engines:
-        return Engines(
+    def _new_attempt(self, purpose: Purpose) -> Attempt:
+        return Attempt(
             self._config,
+            purpose,
             self._places,
-            access,
-            children=self.children,
-            budgets=self._budgets,
-            say=self._on_message,
-            memory=partial(self._memory_words, trains=purpose is Purpose.TRAIN),
-            holds=purpose is Purpose.SERVE,
+            self.children,
+            self._budgets,
+            self._on_message,
+            gateway=self._gateways[0].url,
+            control_token=self._control_token,
+            engine_token=secrets.token_urlsafe(24),
+            worker_token=secrets.token_urlsafe(24),
+            segment=segment_name(Path(self._config.run.folder)),
         )
 
     def _memory_words(self, *, trains: bool) -> str:
@@ -168,44 +165,16 @@ class Ring:
 
         return memory_words(self._config, this_hardware(), trains=trains)
 
-    def _gateways_and_workers(
-        self, access: Access, purpose: Purpose
-    ) -> Sequence[Coroutine[Any, Any, None]]:
+    def _gateways_and_workers(self, attempt: Attempt) -> Sequence[Coroutine[Any, Any, None]]:
         """Returns the loops that keep them running. The loop of the first gateway comes first,
         because its end is the end of a run without a trainer.
         """
-        worker_token = secrets.token_urlsafe(24)
-        gateways = Gateways(
-            self._config,
-            self._gateways,
-            self.children,
-            engines=self._engines,
-            access=access,
-            worker_token=worker_token,
-            budgets=self._budgets,
-            purpose=purpose,
-            say=self._on_message,
-        )
-        self._workers = Workers(
-            self._config, self.children, token=worker_token, say=self._on_message
-        )
+        gateways = Gateways(attempt, self._gateways, self._engines)
+        self._workers = Workers(attempt)
         loops = [gateways.keep(part) for part in self._gateways]
         for part in self._gateways:
             loops += [self._workers.keep(name, part) for name in part.workers]
         return loops
-
-    def _new_trainer(self, access: Access, *, resume: bool) -> TrainerRanks:
-        return TrainerRanks(
-            self._config,
-            self._places,
-            self.children,
-            access=access,
-            further_gateways=[part.url for part in self._gateways[1:]],
-            resume=resume,
-            budgets=self._budgets,
-            watchdog=self._watchdog,
-            say=self._on_message,
-        )
 
     # --- While it runs ----------------------------------------------------------------------------
 

@@ -6,15 +6,13 @@
 """
 
 import asyncio
-from collections.abc import Callable
 from itertools import count
 
 from midflight.config.agent import entries_of
-from midflight.config.sections import Config
-from midflight.run.launcher.children import Children
+from midflight.run.launcher.attempt import Attempt
 from midflight.run.launcher.gateways import GatewayPart
 from midflight.run.launcher.restarts import FAILED_STARTS, RestartBudget, is_power_of_two
-from midflight.run.parts import Message, PartLost, ProcessKind, Restarted, WorkerSpec
+from midflight.run.parts import PartLost, ProcessKind, Restarted, WorkerSpec
 from midflight.run.places.port import Child, PartFailed
 
 
@@ -23,19 +21,8 @@ class Workers:
     belongs to which of them.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        children: Children,
-        *,
-        token: str,
-        say: Callable[[Message], None],
-    ) -> None:
-        """`token` is for their connections to the gateways."""
-        self._config = config
-        self._children = children
-        self._token = token
-        self._say = say
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
         self.are_done = False
         """Notes that no rollouts are left: workers that end now do so because the rollout process
         does.
@@ -47,18 +34,18 @@ class Workers:
         """
         budget = RestartBudget(FAILED_STARTS)
         for num_ended in count(1):
-            worker = await self._children.start(
+            worker = await self._attempt.children.start(
                 ProcessKind.WORKER,
                 name,
                 gateway.place,
-                arguments=entries_of(self._config.environment),
+                arguments=entries_of(self._attempt.config.environment),
             )
             error = await self._life(worker, gateway)
-            has_worked = name in self._children.ready
+            has_worked = name in self._attempt.children.ready
             if has_worked:
                 budget.earn()
-            self._children.ready.discard(name)
-            await self._children.kill(name)  # a failed one may linger
+            self._attempt.children.ready.discard(name)
+            await self._attempt.children.kill(name)  # a failed one may linger
             if self.are_done:
                 return
             if budget.spend(asyncio.get_running_loop().time(), counts=not has_worked) is None:
@@ -69,20 +56,20 @@ class Workers:
                 )
             if is_power_of_two(num_ended):  # an environment may do so all the time
                 again = "" if num_ended == 1 else f" It was the {num_ended}th time."
-                self._say(Restarted(name, error + again, None))
+                self._attempt.say(Restarted(name, error + again, None))
 
     async def _life(self, worker: Child, gateway: GatewayPart) -> str:
         """Waits for the end of one process, and returns why it ended."""
         spec = WorkerSpec(
             worker.name,
             gateway.url,
-            self._token,
-            self._config.environment.model_dump_json(),
-            self._config.gateway.public_url,
+            self._attempt.worker_token,
+            self._attempt.config.environment.model_dump_json(),
+            self._attempt.config.gateway.public_url,
         )
         try:
             await worker.tell(spec)
-            await self._children.follow(worker)
+            await self._attempt.children.follow(worker)
         except (PartFailed, PartLost) as failure:
             return str(failure)
         return f"{worker.name} ended, though nobody asked it to"

@@ -203,9 +203,7 @@ class LocalChild(LocalProcess):
     def died(self, status: int) -> PartFailed:
         if self._hung is not None:
             return PartFailed(f"{self._hung}. It was ended.", part=self.name)
-        return PartFailed(
-            self.how_ended(status), part=self.name, was_killed=status in KILLS
-        )
+        return PartFailed(self.how_ended(status), part=self.name, was_killed=status in KILLS)
 
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal. The processes of a worker's agents are asked to end with the worker, and

@@ -25,11 +25,11 @@ from midflight.engines.introduction import About, ask_about
 from midflight.engines.remote import RemoteEngine
 from midflight.environments.agents import AgentHost, SharedClients
 from midflight.environments.claimed import Board, Claimed
-from midflight.environments.worker_pool import HERE, WorkerPool, RolloutPlacement
 from midflight.environments.registry import AgentProgram
 from midflight.environments.single_turn import LocalAnswers
 from midflight.environments.sources import Source, load_sources
 from midflight.environments.tasks import posted_tasks
+from midflight.environments.worker_pool import HERE, RolloutPlacement, WorkerPool
 from midflight.gateway.answers.owner import OwnedSessions, SessionExpiry
 from midflight.gateway.http.chats import InProcessChats
 from midflight.gateway.http.http import build_app
@@ -66,10 +66,10 @@ from midflight.run.parts import (
 )
 from midflight.run.rollout.claim_watch import ClaimWatch
 from midflight.run.rollout.members import Connections, JoinTerms, Members, settings_of, standing
-from midflight.run.rollout.version_followers import OwnerClient, ShardRole, served_route
 from midflight.run.rollout.serving import Agents, Serving
 from midflight.run.rollout.standing import RolloutStanding
 from midflight.run.rollout.system import RolloutSystem, accounts, held_out
+from midflight.run.rollout.version_followers import OwnerClient, ShardRole, served_route
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.heldout import HELDOUT, HeldoutStore
 from midflight.trajectories.pairs import check_local, claim, go_on, remove_left, shelve, store_path
@@ -396,7 +396,10 @@ class RolloutProcess:
         temperature = self._config.environment.temperature
         seconds = self._config.distillation.score_seconds
         return Teacher(
-            self._teacher, temperature=temperature, seconds=seconds, heartbeat=self._launcher.heartbeat
+            self._teacher,
+            temperature=temperature,
+            seconds=seconds,
+            heartbeat=self._launcher.heartbeat,
         )
 
     @asynccontextmanager

@@ -15,10 +15,10 @@ from typing import Protocol
 from midflight.config.bounds import RolloutBound, rollout_bound
 from midflight.config.sections import Config
 from midflight.environments.agents import AgentHost
-from midflight.environments.worker_pool import WorkerPool
 from midflight.environments.evaluation import Evaluator, Suite
 from midflight.environments.rollout import RolloutRunner
 from midflight.environments.single_turn import LocalAnswers
+from midflight.environments.worker_pool import WorkerPool
 from midflight.errors import EngineError
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.generation import Generator
@@ -30,7 +30,7 @@ from midflight.ports import Engine, Sessions
 from midflight.run.heartbeat import BEAT_SECONDS
 from midflight.run.rollout.capacity import Capacity
 from midflight.run.rollout.rollouts import TokenFates
-from midflight.run.rollout.version_followers import VersionFollower, VersionFeed, ShardRole
+from midflight.run.rollout.version_followers import ShardRole, VersionFeed, VersionFollower
 from midflight.stopwatch import LoopDelay, Stopwatch
 from midflight.text.formats import MessageFormat
 from midflight.text.tokenizer import Tokenizer
@@ -172,7 +172,9 @@ class Serving:
         if self.role.ask is None:
             self.version_feed = VersionFeed(self.fleet)
         else:
-            self.version_follower = VersionFollower(self.fleet, self.role.ask, answer_seconds=stall_seconds)
+            self.version_follower = VersionFollower(
+                self.fleet, self.role.ask, answer_seconds=stall_seconds
+            )
 
     async def watch(self) -> None:
         """Reads the health of all engines. If another gateway hands versions over, follows it too.

@@ -10,9 +10,9 @@ from typing import NamedTuple
 from midflight.buffer.books import FOR_TASKS
 from midflight.buffer.queue import GroupQueue
 from midflight.environments.claimed import Board
-from midflight.environments.worker_pool import HERE, RolloutPlacement
 from midflight.environments.rollout import GRACE_SECONDS
 from midflight.environments.rollout_time import RolloutTime
+from midflight.environments.worker_pool import HERE, RolloutPlacement
 from midflight.observe.readable import unclaimed_words
 from midflight.run.heartbeat import ENDLESS, Absence, Doing, LoopReport
 from midflight.run.rollout.serving import Agents, Serving

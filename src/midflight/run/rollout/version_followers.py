@@ -95,7 +95,9 @@ class VersionFeed:
     def now(self) -> FleetVersions:
         served = self._fleet.served_version()
         said = {
-            state.name: _engine_version(state, served) for state in self._fleet.states() if not state.is_new
+            state.name: _engine_version(state, served)
+            for state in self._fleet.states()
+            if not state.is_new
         }
         return FleetVersions(f"{self._life}-{self._count}", said)
 

@@ -134,7 +134,9 @@ async def run_trainer(spec: TrainerSpec, launcher: LauncherPipe) -> None:
         team, resumed, over = await _ready(config, spec, launcher, published, found.append)
     launcher.tell(ModelReady(str(run / "start"), team.version, resumed, tuple(found)))
     await _train(config, team, spec, published, launcher, over=over)
-    with launcher.heartbeat.doing("exports its model", limit=START_SECONDS, heavy=True, computes=True):
+    with launcher.heartbeat.doing(
+        "exports its model", limit=START_SECONDS, heavy=True, computes=True
+    ):
         await asyncio.to_thread(_export, config, team, run / "model", merged=True)
         await asyncio.to_thread(team.end)
 

@@ -33,9 +33,9 @@ import aiohttp
 from midflight.config.sections import EnvironmentSection
 from midflight.environments.agents import AgentHost, SharedClients
 from midflight.environments.conversation import BuiltInLoop
-from midflight.environments.worker_pool import BEAT_SECONDS
 from midflight.environments.registry import AgentProgram
 from midflight.environments.scoring import Unjudged, checked_result, result_of
+from midflight.environments.worker_pool import BEAT_SECONDS
 from midflight.errors import Cost, MidflightError
 from midflight.run.api import worker_wire as wire
 from midflight.run.heartbeat import Doing, LoopReport
