@@ -1,4 +1,4 @@
-"""The pool: the worker processes, and the rollouts that they run. It is synchronous except for
+"""The pool of worker processes, and the rollouts that they run. It is synchronous except for
 `run`, which waits for one agent.
 
 A rollout waits in line until a worker takes it. Seconds for which it is not to blame do not count

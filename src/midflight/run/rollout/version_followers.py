@@ -194,13 +194,13 @@ class VersionFollower:
             if OWNER in state.held_by:
                 self._fleet.release(state.name, OWNER)
 
-    def hear(self, said: FleetVersions) -> None:
+    def hear(self, told: FleetVersions) -> None:
         """An engine that is out of quarantine there and in it here is let in by `rejoin`, which
         asks it first.
         """
-        self._said = {**self._said, **said.engines}
+        self._said = {**self._said, **told.engines}
         for state in self._fleet.states():
-            said = said.engines.get(state.name)
+            said = told.engines.get(state.name)
             if said is not None:
                 self._follow(state, said)
 
