@@ -13,10 +13,10 @@ import pytest
 
 from midflight.config.load import load_config
 from midflight.errors import RunFailed
-from midflight.run.launcher.attempt import Attempt
 from midflight.run.launcher.engines import EnginePart, Engines
 from midflight.run.launcher.killed_starts import MAX_KILLED
 from midflight.run.launcher.restarts import RestartBudgets
+from midflight.run.launcher.ring_context import RingContext
 from midflight.run.parts import TEACHER, EngineSpec, Message, ModelReady, Notice, ProcessKind, Purpose, Restarted, Spec
 from midflight.run.places.port import PartFailed, Wants
 from midflight.testing.virtual_time import run_virtual
@@ -80,7 +80,7 @@ class Site:
             async def _announce(self, part: EnginePart) -> None:
                 site.announced.append(f"{part.name} {part.address}")
 
-        attempt = Attempt(
+        context = RingContext(
             config,
             purpose,
             self,  # pyright: ignore[reportArgumentType]
@@ -93,7 +93,7 @@ class Site:
             worker_token="worker",
             segment="segment",
         )
-        self.engines = Watched(attempt, lambda: "There are 2.0 GB.")
+        self.engines = Watched(context, lambda: "There are 2.0 GB.")
 
     async def take(self, part: ProcessKind, *, for_ever: bool = False, wants: Wants | None = None) -> Spot:
         self.wanted.append(wants)
@@ -318,7 +318,7 @@ def test_an_engine_apart_whose_restarts_are_spent_has_left_the_run_until_it_is_s
         async with await asyncio.start_server(gateway, "127.0.0.1", 0) as server:
             address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
             site = Site("engine.count=2", "environment.untracked.engines=1", room=2, gateway=address)
-            site.engines._attempt = replace(site.engines._attempt, budgets=SpentOnce())  # type: ignore[arg-type]
+            site.engines._context = replace(site.engines._context, budgets=SpentOnce())  # type: ignore[arg-type]
             tasks = [asyncio.ensure_future(kept) for kept in await site.engines.take(with_teacher=True)]
             await settle()
             site.lives[1].die()

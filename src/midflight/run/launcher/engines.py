@@ -20,8 +20,8 @@ from midflight.config.derived import num_engines
 from midflight.config.seats import config_in_place, engine_resources, engines_min, server_of
 from midflight.errors import RunFailed, first_error
 from midflight.observe.readable import duration
-from midflight.run.launcher.attempt import Attempt
 from midflight.run.launcher.killed_starts import KilledStarts, is_told, why_ended, why_killed
+from midflight.run.launcher.ring_context import RingContext
 from midflight.run.parts import (
     TEACHER,
     EngineSpec,
@@ -68,15 +68,15 @@ class Engines:
 
     def __init__(
         self,
-        attempt: Attempt,
+        context: RingContext,
         memory: Callable[[], str],
     ) -> None:
         """`memory` says in sentences how much memory there is, how much the parts are estimated to
         take, and what helps.
         """
-        self._attempt = attempt
-        self._config = attempt.config
-        self._serving = attempt.children.ready
+        self._context = context
+        self._config = context.config
+        self._serving = context.children.ready
         self._memory = memory
         self._killed = KilledStarts()
         self.parts: dict[str, EnginePart] = {}
@@ -119,7 +119,7 @@ class Engines:
         wants = None
         if server is not None:
             wants = Wants(engine_resources(self._config, server), server.host)
-        return self._attempt.places.take(ProcessKind.ENGINE, for_ever=for_ever, wants=wants)
+        return self._context.places.take(ProcessKind.ENGINE, for_ever=for_ever, wants=wants)
 
     def addresses(self) -> dict[str, str]:
         return {part.name: part.address for part in self.parts.values()}
@@ -165,7 +165,7 @@ class Engines:
         if part.name == TEACHER:
             raise failure  # its address is told at the start alone
         part.place.close()
-        self._attempt.say(Restarted(part.name, str(failure), None))
+        self._context.say(Restarted(part.name, str(failure), None))
         return replace(part, place=await self._elsewhere(part.name), joins=True)
 
     def _killed_early(self, failure: PartFailed) -> PartFailed:
@@ -179,7 +179,7 @@ class Engines:
         candidates = [name, *may_come_up]
         works = bool(self._serving.intersection(others))
         # where there is only service, requests wait however often an engine is killed
-        ends = self._attempt.purpose is not Purpose.SERVE and not works
+        ends = self._context.purpose is not Purpose.SERVE and not works
         if ends and self._killed.have_ended(candidates):
             why = why_ended(sorted(candidates), self._memory())
             raise RunFailed(f"{why}\n{failure}") from failure
@@ -204,7 +204,7 @@ class Engines:
         """Waits for the unexpected end of one process, and returns its failure."""
         self._up[part.name] = asyncio.Event()
         try:
-            engine = await self._attempt.children.start(
+            engine = await self._context.children.start(
                 ProcessKind.ENGINE, part.name, part.place, listens=True, arguments=[part.kind]
             )
         except PartFailed as failure:
@@ -220,7 +220,7 @@ class Engines:
             if not isinstance(failure, PartFailed):
                 raise failure from errors
         # a failed one may linger, and its successor listens on the same socket
-        await self._attempt.children.kill(part.name)
+        await self._context.children.kill(part.name)
         return failure
 
     async def _follow_on(self, part: EnginePart, engine: Child) -> None:
@@ -230,13 +230,13 @@ class Engines:
                 model=part.model or model.folder,
                 config=config_in_place(self._config, part.name).model_dump_json(),
                 socket_fd=part.place.fd,
-                token=self._attempt.engine_token,
-                segment=self._attempt.segment,
+                token=self._context.engine_token,
+                segment=self._context.segment,
                 version=model.version,
                 url=part.url,
             )
 
-        await self._attempt.children.brief_and_follow(engine, spec)
+        await self._context.children.brief_and_follow(engine, spec)
 
     @asynccontextmanager
     async def _members(self) -> AsyncGenerator["MembershipClient"]:
@@ -246,7 +246,7 @@ class Engines:
         from midflight.wire.client import HttpClient
 
         async with HttpClient(
-            self._attempt.gateway, lost=PartLost, token=self._attempt.control_token
+            self._context.gateway, lost=PartLost, token=self._context.control_token
         ) as http:
             yield MembershipClient(http)
 
@@ -323,7 +323,7 @@ class Engines:
         name = failure.part
         now = asyncio.get_running_loop().time
         left = False
-        budget = self._attempt.budgets.of(name)
+        budget = self._context.budgets.of(name)
         self._remind(name)
         while (wait := budget.spend(now(), counts=counts)) is None:
             self._spent.add(name)
@@ -332,13 +332,13 @@ class Engines:
                 raise failure
             back = budget.seconds_to_next(now())
             error = f"{failure}\nIts restarts are spent; {self._said_of(others)}."
-            self._attempt.say(Restarted(name, error, 0, back))
+            self._context.say(Restarted(name, error, 0, back))
             if name in self._apart and not left:
                 await self._give_up(name)
                 left = True
             await asyncio.sleep(back)
         self._spent.discard(name)
-        self._attempt.say(Restarted(name, str(failure), budget.left(now()), wait))
+        self._context.say(Restarted(name, str(failure), budget.left(now()), wait))
         await asyncio.sleep(wait)
         return left
 
@@ -359,7 +359,7 @@ class Engines:
             if not self._serving & self.parts.keys() - {TEACHER}:
                 away = f"no engine has served for {duration(seconds)}"
                 waits = f"requests wait for {name}, which is being started"
-                self._attempt.say(Notice(f"{away}: {waits}. Its log is {log}."))
+                self._context.say(Notice(f"{away}: {waits}. Its log is {log}."))
 
         if name not in self._reminders:
             self._reminders[name] = Reminder(say)

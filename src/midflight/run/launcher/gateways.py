@@ -16,8 +16,8 @@ from midflight.config.derived import num_workers
 from midflight.config.sections import Config
 from midflight.config.shards import shard_of
 from midflight.observe.status import Status, merge_statuses
-from midflight.run.launcher.attempt import Attempt
 from midflight.run.launcher.engines import Engines
+from midflight.run.launcher.ring_context import RingContext
 from midflight.run.parts import (
     TEACHER,
     ModelReady,
@@ -78,11 +78,11 @@ class Gateways:
 
     def __init__(
         self,
-        attempt: Attempt,
+        context: RingContext,
         parts: Sequence[GatewayPart],
         engines: Engines,
     ) -> None:
-        self._attempt = attempt
+        self._context = context
         self._parts = parts
         self._engines = engines
 
@@ -95,17 +95,17 @@ class Gateways:
             await self._life(part, again=number > 0)
 
         async def end(restart: Restarted) -> None:
-            self._attempt.say(
+            self._context.say(
                 msgspec.structs.replace(restart, error=f"{restart.error}\n{OTHERS_STAY}")
             )
-            self._attempt.children.ready.discard(part.name)
+            self._context.children.ready.discard(part.name)
             # a failed one may linger, and its successor listens on the same socket
-            await self._attempt.children.kill(part.name)
+            await self._context.children.kill(part.name)
 
         def possible() -> bool:
-            return len(self._parts) > 1 and part.name in self._attempt.children.ready
+            return len(self._parts) > 1 and part.name in self._context.children.ready
 
-        await self._attempt.budgets.keep(live, between=end, possible=possible)
+        await self._context.budgets.keep(live, between=end, possible=possible)
 
     async def _life(self, part: GatewayPart, *, again: bool) -> None:
         """Waits for the end of one process. In training that is an error, because the trainer ends
@@ -121,29 +121,29 @@ class Gateways:
                 model=model.folder,
                 socket_fd=part.place.fd,
                 url=part.url,
-                token=self._attempt.engine_token,
-                control_token=self._attempt.control_token,
+                token=self._context.engine_token,
+                control_token=self._context.control_token,
                 engines=addresses,
                 teacher=teacher,
-                worker_token=self._attempt.worker_token if part.workers else None,
+                worker_token=self._context.worker_token if part.workers else None,
                 workers=part.workers,
-                purpose=self._attempt.purpose,
+                purpose=self._context.purpose,
                 version=model.version,
                 checkpoint=None if again else model.checkpoint,
                 alarms=() if again else model.alarms,
                 shard=part.shard,
-                owner=self._attempt.gateway if part.shard else None,
+                owner=self._context.gateway if part.shard else None,
                 again=again,
             )
 
-        await self._attempt.children.brief_and_follow(rollout, spec)
-        if self._attempt.purpose is Purpose.TRAIN:
+        await self._context.children.brief_and_follow(rollout, spec)
+        if self._context.purpose is Purpose.TRAIN:
             raise PartFailed("the rollout process ended before the trainer did", part=rollout.name)
 
     async def _start(self, part: GatewayPart) -> Child:
-        runs_agents = self._attempt.purpose is not Purpose.SERVE and not part.workers
-        entries = entries_of(self._attempt.config.environment) if runs_agents else ()
-        return await self._attempt.children.start(
+        runs_agents = self._context.purpose is not Purpose.SERVE and not part.workers
+        entries = entries_of(self._context.config.environment) if runs_agents else ()
+        return await self._context.children.start(
             ProcessKind.ROLLOUT, part.name, part.place, listens=True, writes=True, arguments=entries
         )
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from midflight.config.seats import config_in_place
-from midflight.run.launcher.attempt import Attempt
 from midflight.run.launcher.folder import can_go_on
+from midflight.run.launcher.ring_context import RingContext
 from midflight.run.launcher.watchdog import Watchdog
 from midflight.run.parts import PartLost, ProcessKind, Restarted, TrainerSpec, serve_while
 from midflight.run.places.port import PartFailed, Place
@@ -32,7 +32,7 @@ class TrainerRanks:
 
     def __init__(
         self,
-        attempt: Attempt,
+        context: RingContext,
         watchdog: Watchdog,
         *,
         further_urls: tuple[str, ...],
@@ -41,7 +41,7 @@ class TrainerRanks:
         """`further_urls` are the URLs of all gateways but the first. `resume`: the first life
         goes on from the last checkpoint, as later ones always do.
         """
-        self._attempt = attempt
+        self._context = context
         self._watchdog = watchdog
         self._further_urls = further_urls
         self._resume = resume
@@ -59,10 +59,10 @@ class TrainerRanks:
         help, it raises the failure, and all parts may start again. That is so if there is no
         checkpoint yet, or if the trainer did not come up beside the others.
         """
-        await self._attempt.budgets.keep(self._live, between=self._end, possible=self._can_go_on)
+        await self._context.budgets.keep(self._live, between=self._end, possible=self._can_go_on)
 
     def _can_go_on(self) -> bool:
-        return self._came_up and can_go_on(Path(self._attempt.config.run.folder))
+        return self._came_up and can_go_on(Path(self._context.config.run.folder))
 
     async def _live(self, life: int) -> None:
         """Waits for the end of the first rank, which is the trainer's. The others end with it, and
@@ -70,15 +70,15 @@ class TrainerRanks:
         """
         for place in self._taken:  # of an earlier life
             place.close()
-        self._taken = await self._attempt.places.take_all(
-            ProcessKind.TRAINER, self._attempt.config.trainer.ranks
+        self._taken = await self._context.places.take_all(
+            ProcessKind.TRAINER, self._context.config.trainer.ranks
         )
         first, *others = self._taken
         spec = TrainerSpec(
-            config_in_place(self._attempt.config, "trainer").model_dump_json(),
-            self._attempt.gateway,
-            self._attempt.control_token,
-            self._attempt.segment,
+            config_in_place(self._context.config, "trainer").model_dump_json(),
+            self._context.gateway,
+            self._context.control_token,
+            self._context.segment,
             resume=self._resume or life > 0,
             life=life,
             meeting=f"{first.host}:{first.port}",
@@ -95,11 +95,11 @@ class TrainerRanks:
         """Kills the remaining processes of a life that failed. Waits until they have ended."""
         self._came_up = False
         self._watchdog.weights_lost()
-        await self._attempt.children.stop(seconds=0.0, only=ProcessKind.TRAINER)
-        self._attempt.say(msgspec.structs.replace(restart, error=f"{restart.error}\n{STAYS}"))
+        await self._context.children.stop(seconds=0.0, only=ProcessKind.TRAINER)
+        self._context.say(msgspec.structs.replace(restart, error=f"{restart.error}\n{STAYS}"))
 
     async def _rank(self, spec: TrainerSpec, place: Place) -> None:
-        trainer = await self._attempt.children.start(
+        trainer = await self._context.children.start(
             ProcessKind.TRAINER,
             f"trainer{spec.rank or ''}",
             place,
@@ -108,7 +108,7 @@ class TrainerRanks:
         )
         await trainer.tell(msgspec.structs.replace(spec, host=place.host))
         try:
-            await self._attempt.children.follow(trainer)
+            await self._context.children.follow(trainer)
         except PartLost as lost:
             await asyncio.sleep(OWN_REASON_SECONDS)
             raise PartFailed(str(lost), part=trainer.name) from lost

@@ -25,12 +25,12 @@ from midflight.config.shards import unsharded
 from midflight.observe.status import Phase, Status
 from midflight.run.endpoint import Endpoint, remove_endpoint, write_endpoint
 from midflight.run.heartbeat import Beat
-from midflight.run.launcher.attempt import Attempt
 from midflight.run.launcher.children import Children
 from midflight.run.launcher.engines import Engines
 from midflight.run.launcher.gateways import GatewayPart, Gateways, Statuses, take_gateways
 from midflight.run.launcher.ranks import TrainerRanks
 from midflight.run.launcher.restarts import RestartBudgets
+from midflight.run.launcher.ring_context import RingContext
 from midflight.run.launcher.watch import ProcessWatch
 from midflight.run.launcher.watchdog import Watchdog
 from midflight.run.launcher.workers import Workers
@@ -75,7 +75,7 @@ class Ring:
         watchdog: Watchdog | None = None,
     ) -> None:
         """`lock` holds the run's folder while a part that writes there lives. `budgets` outlive one
-        attempt. `objects` are a program's, packed.
+        context. `objects` are a program's, packed.
         """
         self._config = config
         self._on_message = on_message
@@ -120,18 +120,18 @@ class Ring:
         self.children.lay_out(ranks=trains, teacher=taught)
         config = self._config if trains else unsharded(self._config)
         self._gateways = await take_gateways(config, self._places, purpose)
-        attempt = self._new_attempt(purpose)
-        self._engines = Engines(attempt, partial(self._memory_words, trains=trains))
+        context = self._new_context(purpose)
+        self._engines = Engines(context, partial(self._memory_words, trains=trains))
         engines = await self._engines.take(with_teacher=taught)
         remove_left()
-        first, *services = self._gateways_and_workers(attempt)
+        first, *services = self._gateways_and_workers(context)
         watch = ProcessWatch(self.children, self._watchdog, say=self._on_message, spare=self._spare)
         services = [*engines, watch.run(), self._places.watch(), *services]
         try:
             if trains:
                 further_urls = tuple(part.url for part in self._gateways[1:])
                 self._trainer = TrainerRanks(
-                    attempt, self._watchdog, further_urls=further_urls, resume=resume
+                    context, self._watchdog, further_urls=further_urls, resume=resume
                 )
                 await serve_while(self._trainer.keep(), first, *services)
             else:
@@ -144,8 +144,8 @@ class Ring:
                 for part in self._gateways:
                     remove_endpoint(part.folder, self._control_token)
 
-    def _new_attempt(self, purpose: Purpose) -> Attempt:
-        return Attempt(
+    def _new_context(self, purpose: Purpose) -> RingContext:
+        return RingContext(
             self._config,
             purpose,
             self._places,
@@ -165,12 +165,12 @@ class Ring:
 
         return memory_words(self._config, this_hardware(), trains=trains)
 
-    def _gateways_and_workers(self, attempt: Attempt) -> Sequence[Coroutine[Any, Any, None]]:
+    def _gateways_and_workers(self, context: RingContext) -> Sequence[Coroutine[Any, Any, None]]:
         """Returns the loops that keep them running. The loop of the first gateway comes first,
         because its end is the end of a run without a trainer.
         """
-        gateways = Gateways(attempt, self._gateways, self._engines)
-        self._workers = Workers(attempt)
+        gateways = Gateways(context, self._gateways, self._engines)
+        self._workers = Workers(context)
         loops = [gateways.keep(part) for part in self._gateways]
         for part in self._gateways:
             loops += [self._workers.keep(name, part) for name in part.workers]

@@ -2,13 +2,11 @@
 run has ended.
 """
 
-import queue
+import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
@@ -28,8 +26,8 @@ that, and has a limit of its own.
 
 
 class TrackerProcess:
-    """Starts the process and ends it. It is synchronous: a thread reads the process's messages, and
-    `hear` passes them on in the thread that draws the terminal.
+    """Starts the process and ends it. It is synchronous: `hear` reads the process's messages in the
+    thread that draws the terminal.
     """
 
     def __init__(self, config: Config, say: Callable[[str], None]) -> None:
@@ -40,7 +38,8 @@ class TrackerProcess:
             {PROCESS_VARIABLE: "trackers"} if config.observe.log_format == "json" else {}
         )
         self._process: subprocess.Popen[bytes] | None = None
-        self._said: queue.SimpleQueue[TrackerMessage] = queue.SimpleQueue()
+        self._unread = b""
+        """The beginning of a message whose end has not come."""
         self._open: set[str] = set()
 
     def start(self) -> None:
@@ -50,6 +49,7 @@ class TrackerProcess:
         log = self._folder / LOGS / "trackers.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         self._open = set(self._names)
+        self._unread = b""
         command = [sys.executable, "-m", "midflight.trackers.process", str(self._folder)]
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
@@ -61,36 +61,35 @@ class TrackerProcess:
                 start_new_session=True,  # Ctrl-C is the launcher's
             )
         assert self._process.stdout is not None
-        threading.Thread(
-            target=self._read, args=(self._process.stdout,), name="trackers", daemon=True
-        ).start()
-
-    def _read(self, out: IO[bytes]) -> None:
-        for line in out:
-            self._said.put(msgspec.json.decode(line, type=TrackerMessage))
+        os.set_blocking(self._process.stdout.fileno(), False)
 
     def hear(self) -> None:
         """Passes on the trackers' messages since the last call, or the news that their process
         died. None of this ends the run.
         """
-        status = None if self._process is None else self._process.poll()
-        if status and self._open:
-            self._say(
-                f"the process of the trackers ended with status {status}: "
-                f"{', '.join(sorted(self._open))} will lack what follows; metrics.jsonl has every "
-                f"number, and {self._folder / LOGS / 'trackers.log'} says why."
-            )
-            self._open.clear()
-        while not self._said.empty():
-            said = self._said.get()
+        process = self._process
+        if process is None:
+            return
+        assert process.stdout is not None
+        log = self._folder / LOGS / "trackers.log"
+        status = process.poll()
+        *lines, self._unread = (self._unread + (process.stdout.read() or b"")).split(b"\n")
+        for line in lines:
+            said = msgspec.json.decode(line, type=TrackerMessage)
             if said.error is None:
                 self._open.discard(said.tracker)
             else:
-                log = self._folder / LOGS / "trackers.log"
                 self._say(
                     f"tracker {said.tracker} {said.error}\nThe run goes on, and metrics.jsonl has "
                     f"every number; further errors of it are in {log} alone."
                 )
+        if status and self._open:
+            self._say(
+                f"the process of the trackers ended with status {status}: "
+                f"{', '.join(sorted(self._open))} will lack what follows; metrics.jsonl has every "
+                f"number, and {log} says why."
+            )
+            self._open.clear()
 
     def end(self, *, seconds: float) -> None:
         """Waits until every tracker has received everything, for `seconds` at most. Called when
@@ -103,6 +102,7 @@ class TrackerProcess:
         process.stdin.close()
         try:
             process.wait(seconds)
+            self.hear()
         except subprocess.TimeoutExpired:
             self.hear()
             self._say(
@@ -111,7 +111,6 @@ class TrackerProcess:
             )
         finally:
             self.drop()
-        self.hear()
 
     def drop(self) -> None:
         """Ends the process at once, as before a run begins again from nothing."""

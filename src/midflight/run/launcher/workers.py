@@ -9,9 +9,9 @@ import asyncio
 from itertools import count
 
 from midflight.config.agent import entries_of
-from midflight.run.launcher.attempt import Attempt
 from midflight.run.launcher.gateways import GatewayPart
 from midflight.run.launcher.restarts import FAILED_STARTS, RestartBudget, is_power_of_two
+from midflight.run.launcher.ring_context import RingContext
 from midflight.run.parts import PartLost, ProcessKind, Restarted, WorkerSpec
 from midflight.run.places.port import Child, PartFailed
 
@@ -21,8 +21,8 @@ class Workers:
     belongs to which of them.
     """
 
-    def __init__(self, attempt: Attempt) -> None:
-        self._attempt = attempt
+    def __init__(self, context: RingContext) -> None:
+        self._context = context
         self.are_done = False
         """Notes that no rollouts are left: workers that end now do so because the rollout process
         does.
@@ -34,18 +34,18 @@ class Workers:
         """
         budget = RestartBudget(FAILED_STARTS)
         for num_ended in count(1):
-            worker = await self._attempt.children.start(
+            worker = await self._context.children.start(
                 ProcessKind.WORKER,
                 name,
                 gateway.place,
-                arguments=entries_of(self._attempt.config.environment),
+                arguments=entries_of(self._context.config.environment),
             )
             error = await self._life(worker, gateway)
-            has_worked = name in self._attempt.children.ready
+            has_worked = name in self._context.children.ready
             if has_worked:
                 budget.earn()
-            self._attempt.children.ready.discard(name)
-            await self._attempt.children.kill(name)  # a failed one may linger
+            self._context.children.ready.discard(name)
+            await self._context.children.kill(name)  # a failed one may linger
             if self.are_done:
                 return
             if budget.spend(asyncio.get_running_loop().time(), counts=not has_worked) is None:
@@ -56,20 +56,20 @@ class Workers:
                 )
             if is_power_of_two(num_ended):  # an environment may do so all the time
                 again = "" if num_ended == 1 else f" It was the {num_ended}th time."
-                self._attempt.say(Restarted(name, error + again, None))
+                self._context.say(Restarted(name, error + again, None))
 
     async def _life(self, worker: Child, gateway: GatewayPart) -> str:
         """Waits for the end of one process, and returns why it ended."""
         spec = WorkerSpec(
             worker.name,
             gateway.url,
-            self._attempt.worker_token,
-            self._attempt.config.environment.model_dump_json(),
-            self._attempt.config.gateway.public_url,
+            self._context.worker_token,
+            self._context.config.environment.model_dump_json(),
+            self._context.config.gateway.public_url,
         )
         try:
             await worker.tell(spec)
-            await self._attempt.children.follow(worker)
+            await self._context.children.follow(worker)
         except (PartFailed, PartLost) as failure:
             return str(failure)
         return f"{worker.name} ended, though nobody asked it to"

@@ -11,7 +11,7 @@ from midflight.run.places.port import Places
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class RingContext:
     """One attempt at a run, once its gateways have their places. Only the control token is known
     outside the run.
     """
@@ -21,7 +21,7 @@ class Attempt:
     places: Places
     children: Children
     budgets: RestartBudgets
-    """They outlive the attempt."""
+    """They outlive the context."""
     say: Callable[[Message], None]
     """Passes a message on. It must not raise or wait."""
     gateway: str
