@@ -34,6 +34,7 @@ from midflight.gateway.http.http import build_app
 from midflight.observe.failures import failure_class
 from midflight.run import parts
 from midflight.run.api.worker_routes import WorkerRoutes, watch_workers
+from midflight.run.places.port import ChildOrder
 from midflight.run.places.process import LocalChild
 from midflight.run.rollout.rollouts import TokenFates
 from midflight.run.rollout.serving import Agents, Serving
@@ -144,13 +145,11 @@ class Site:
                 "PYTHONPATH": os.pathsep.join([HERE, *filter(None, [os.environ.get("PYTHONPATH")])])
             }
             section = self._config.environment
-            worker = LocalChild(
-                parts.ProcessKind.WORKER,
-                name,
-                log=self._folder / f"{name}.log",
-                environ=environ,
-                arguments=[str(section.entry)],
+            log = str(self._folder / f"{name}.log")
+            order = ChildOrder(
+                parts.ProcessKind.WORKER, name, log, environ, arguments=[str(section.entry)]
             )
+            worker = LocalChild(order)
             self._workers[name] = worker
             await worker.start()
             await worker.tell(parts.WorkerSpec(name, url, self._token, section.model_dump_json()))

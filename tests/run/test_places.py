@@ -22,7 +22,7 @@ from midflight.run.places import process
 from midflight.run.places.actor import ActorChild, PlaceActor
 from midflight.run.places.cluster import RayPlaces
 from midflight.run.places.local import LocalPlaces
-from midflight.run.places.port import Child, PartFailed, Place, Places, Wants, stop_all
+from midflight.run.places.port import Child, ChildOrder, PartFailed, Place, Places, Wants, stop_all
 from midflight.run.places.ray import RayActor
 
 from .fake_cluster import ActorDiedError, ActorUnavailableError, FakeCluster, OutOfMemoryError
@@ -73,7 +73,7 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 @asynccontextmanager
 async def started(place: Place, folder: Path, *deeds: str, name: str = "engine0", listens: bool = False) -> AsyncGenerator[Child]:
-    child = place.child(ProcessKind.ENGINE, name, log=folder / f"{name}.log", environ={"MINE": "alone"}, arguments=deeds, listens=listens)
+    child = place.child(ChildOrder(ProcessKind.ENGINE, name, str(folder / f"{name}.log"), {"MINE": "alone"}, deeds, listens=listens))
     await child.start()
     try:
         yield child
@@ -414,7 +414,7 @@ def test_a_seat_that_the_run_needs_is_not_waited_for_for_ever(count: int) -> Non
 
 def test_a_process_that_nobody_hears_any_more_ends_because_its_run_may_go_on_elsewhere(tmp_path: Path) -> None:
     async def main() -> None:
-        child = process.LocalChild(ProcessKind.WORKER, "worker0", log=tmp_path / "log", environ={})
+        child = process.LocalChild(ChildOrder(ProcessKind.WORKER, "worker0", str(tmp_path / "log"), {}))
         await child.start()
         told = ActorChild(child, "life", alone_seconds=0.2)
         await told.follow()
@@ -463,7 +463,7 @@ def test_a_seat_without_an_engine_ends_when_it_is_told_to(tmp_path: Path) -> Non
             empty = await places.take(ProcessKind.ENGINE)
             assert not seat_of(empty).recall()
             place = await places.take(ProcessKind.TRAINER)
-            child = place.child(ProcessKind.TRAINER, "trainer", log=tmp_path / "log", environ={}, arguments=["stay"])
+            child = place.child(ChildOrder(ProcessKind.TRAINER, "trainer", str(tmp_path / "log"), {}, ["stay"]))
             await child.start()
             assert not seat_of(place).recall()
             await stop_all([child], seconds=0)

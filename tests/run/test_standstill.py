@@ -24,7 +24,7 @@ from midflight.run.heartbeat import Beat, Doing
 from midflight.run.launcher.ring import Ring
 from midflight.run.launcher.watchdog import LOOK_SECONDS, REST_SECONDS, Watchdog
 from midflight.run.parts import Failed, Message, ModelReady, Progress, Purpose, Ready, Restarted, Stalled, Verdict
-from midflight.run.places.port import PartFailed, Wants
+from midflight.run.places.port import ChildOrder, PartFailed, Wants
 from midflight.testing.virtual_time import run_virtual
 
 KINDS = ("rollout", "rollout1", "trainer", "trainer1", "engine0", "engine1", "teacher", "worker0", "worker1")
@@ -105,8 +105,8 @@ class Spot:
     async def recalled(self) -> None:
         await asyncio.Event().wait()
 
-    def child(self, part: parts.ProcessKind, name: str, **given: Any) -> Played:
-        return Played(self.site, part, name)
+    def child(self, order: ChildOrder, **given: Any) -> Played:
+        return Played(self.site, order.part, order.name)
 
     def refuse(self) -> None:
         pass

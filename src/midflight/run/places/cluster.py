@@ -27,11 +27,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from midflight import given
 from midflight.errors import ConfigError, RunFailed
 from midflight.run import parts
 from midflight.run.places.actor import ActorOpened, ChildOutput, StartOrder
-from midflight.run.places.port import KILLS, HasDescriptor, PartFailed, Wants
+from midflight.run.places.port import KILLS, ChildOrder, HasDescriptor, PartFailed, Wants
 from midflight.run.places.process import last_lines, of_status
 from midflight.run.reminder import Reminder
 from midflight.wire.hosts import is_loopback
@@ -173,28 +172,16 @@ class ClusterPlace:
         self._recalled.set()
 
     def child(
-        self,
-        part: parts.ProcessKind,
-        name: str,
-        *,
-        log: Path,
-        environ: Mapping[str, str],
-        arguments: Sequence[str] = (),
-        objects: bytes = given.NOTHING,
-        listens: bool = False,
-        inherited: Sequence[HasDescriptor] = (),
+        self, order: ChildOrder, *, inherited: Sequence[HasDescriptor] = ()
     ) -> "ClusterChild":
-        order = StartOrder(
-            life=secrets.token_hex(8),
-            log=str(log.absolute()),
+        there = msgspec.structs.replace(
+            order,
+            log=str(Path(order.log).absolute()),
+            environ={**self._environ, **order.environ},
             cwd=str(Path.cwd()),
-            environ={**self._environ, **environ},
-            arguments=list(arguments),
-            objects=objects,
-            listens=listens,
-            alone_seconds=ALONE * self._lost_seconds,
         )
-        return ClusterChild(self, part, name, order)
+        start = StartOrder(secrets.token_hex(8), there, alone_seconds=ALONE * self._lost_seconds)
+        return ClusterChild(self, start)
 
     def refuse(self) -> None:
         if not self.lost:
@@ -250,11 +237,9 @@ class ClusterChild:
 
     pid = None
 
-    def __init__(
-        self, place: ClusterPlace, part: parts.ProcessKind, name: str, order: StartOrder
-    ) -> None:
-        self.part = part
-        self.name = name
+    def __init__(self, place: ClusterPlace, order: StartOrder) -> None:
+        self.part = order.child.part
+        self.name = order.child.name
         self._place = place
         self._order = order
         self._lock = asyncio.Lock()
@@ -271,7 +256,7 @@ class ClusterChild:
         self.was_started = False
 
     async def start(self) -> None:
-        await self._ask("start", str(self.part), self.name, msgspec.json.encode(self._order))
+        await self._ask("start", msgspec.json.encode(self._order))
         self.was_started = True
 
     @property
@@ -304,7 +289,7 @@ class ClusterChild:
                 self._why = str(lost)
                 self._closed = True
                 self._status = -signal.SIGKILL
-                self._log = last_lines(Path(self._order.log))
+                self._log = last_lines(Path(self._order.child.log))
                 return
             heard = msgspec.json.decode(answer, type=ChildOutput)
             if heard.recalled:
@@ -333,7 +318,7 @@ class ClusterChild:
         said = self._why or how
         was_killed = self._why is None and status in KILLS
         return PartFailed(
-            f"{said}; the end of {self._order.log}:\n{self._log}",
+            f"{said}; the end of {self._order.child.log}:\n{self._log}",
             part=self.name,
             was_killed=was_killed,
         )

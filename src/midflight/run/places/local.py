@@ -2,12 +2,10 @@
 
 import asyncio
 import socket
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
-from midflight import given
 from midflight.run import parts
-from midflight.run.places.port import HasDescriptor, Wants
+from midflight.run.places.port import ChildOrder, HasDescriptor, Wants
 from midflight.run.places.process import LocalChild
 from midflight.wire.server import listen
 
@@ -23,28 +21,9 @@ class LocalPlace:
         self._listener = listener
         self.host, self.port = listener.getsockname()[:2]
 
-    def child(
-        self,
-        part: parts.ProcessKind,
-        name: str,
-        *,
-        log: Path,
-        environ: Mapping[str, str],
-        arguments: Sequence[str] = (),
-        objects: bytes = given.NOTHING,
-        listens: bool = False,
-        inherited: Sequence[HasDescriptor] = (),
-    ) -> LocalChild:
-        sockets = (self._listener,) if listens else ()
-        return LocalChild(
-            part,
-            name,
-            log=log,
-            environ=environ,
-            inherited=(*sockets, *inherited),
-            arguments=arguments,
-            objects=objects,
-        )
+    def child(self, order: ChildOrder, *, inherited: Sequence[HasDescriptor] = ()) -> LocalChild:
+        sockets = (self._listener,) if order.listens else ()
+        return LocalChild(order, inherited=(*sockets, *inherited))
 
     async def recalled(self) -> None:
         await asyncio.Event().wait()

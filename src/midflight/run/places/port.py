@@ -8,9 +8,11 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
+import msgspec
+
+from midflight import given
 from midflight.errors import ConfigError, MidflightError, RunFailed
 from midflight.run import parts
 
@@ -28,6 +30,24 @@ KILLS = frozenset((-signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM))
 """Exit statuses of a process that was ended from outside: by a user, or by the kernel for its
 memory.
 """
+
+
+class ChildOrder(msgspec.Struct, frozen=True):
+    """A part's process that is to be started."""
+
+    part: parts.ProcessKind
+    name: str
+    log: str
+    """The file to which its prints go."""
+    environ: dict[str, str]
+    """It is added to the environment of the process that starts it."""
+    arguments: Sequence[str] = ()
+    objects: bytes = given.NOTHING
+    """The objects that the program gives to its run, pickled."""
+    listens: bool = False
+    """It gets the listening socket of its place."""
+    cwd: str | None = None
+    """Its working folder, if that is not the one of the process that starts it."""
 
 
 class PartFailed(RunFailed):
@@ -153,21 +173,9 @@ class Place(Protocol):
         """
         ...
 
-    def child(
-        self,
-        part: parts.ProcessKind,
-        name: str,
-        *,
-        log: Path,
-        environ: Mapping[str, str],
-        arguments: Sequence[str] = (),
-        objects: bytes = ...,
-        listens: bool = False,
-        inherited: Sequence[HasDescriptor] = (),
-    ) -> Child:
-        """Returns a process that is to be started there. `objects` are the objects that the program
-        gives to its run, pickled. `inherited` are files of the launcher that the process gets under
-        their numbers, if it runs on the launcher's machine.
+    def child(self, order: ChildOrder, *, inherited: Sequence[HasDescriptor] = ()) -> Child:
+        """Returns a process that is to be started there. `inherited` are files of the launcher that
+        the process gets under their numbers, if it runs on the launcher's machine.
         """
         ...
 

@@ -8,11 +8,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from midflight import given
 from midflight.run import parts
 from midflight.run.endpoint import TOKEN_VARIABLE
 from midflight.run.orphan_guard import guarded
-from midflight.run.places.port import KILLS, STACKS_SIGNAL, HasDescriptor, PartFailed
+from midflight.run.places.port import KILLS, STACKS_SIGNAL, ChildOrder, HasDescriptor, PartFailed
 
 COMMAND = (sys.executable, "-m", "midflight.run.launcher.child")
 """The kind of part follows, and the modules that it is to import."""
@@ -55,7 +54,7 @@ class LocalProcess:
         environ: Mapping[str, str],
         talks: bool = False,
         inherited: Sequence[HasDescriptor] = (),
-        cwd: Path | None = None,
+        cwd: str | None = None,
         seconds: float | None = None,
     ) -> None:
         """Starts the process, with `environ` as its whole environment. One that `talks` has pipes
@@ -122,42 +121,27 @@ class LocalChild(LocalProcess):
 
     state = "?"
 
-    def __init__(
-        self,
-        part: parts.ProcessKind,
-        name: str,
-        *,
-        log: Path,
-        environ: Mapping[str, str],
-        inherited: Sequence[HasDescriptor] = (),
-        arguments: Sequence[str] = (),
-        objects: bytes = given.NOTHING,
-        cwd: Path | None = None,
-    ) -> None:
-        """`environ` is added to the environment of this process. `objects` are the objects that the
-        program gives to its run, pickled. `LocalProcess.launch` explains the others.
-        """
-        super().__init__(name, log=log)
-        self._objects = objects
-        self._cwd = cwd
-        self.part = part
-        self._arguments = tuple(arguments)
-        self._environ = environ
-        self._inherited = tuple(inherited)
+    def __init__(self, order: ChildOrder, *, inherited: Sequence[HasDescriptor] = ()) -> None:
+        """`inherited` are sockets and files that the process gets under their numbers."""
+        super().__init__(order.name, log=Path(order.log))
+        self.part = order.part
+        self._order = order
+        self._inherited = inherited
         self._hung: str | None = None
 
     async def start(self) -> None:
+        order = self._order
         await self.launch(
-            [*COMMAND, self.part, *self._arguments],
-            environ=child_environ(self._environ),
+            [*COMMAND, order.part, *order.arguments],
+            environ=child_environ(order.environ),
             talks=True,
             inherited=self._inherited,
-            cwd=self._cwd,
+            cwd=order.cwd,
         )
         assert self.process.stdin is not None
         # Not waited for: a process that is stopped reads nothing, and it is watched only once it
         # has started.
-        self.process.stdin.write(self._objects)
+        self.process.stdin.write(self._order.objects)
 
     async def tell(self, spec: parts.Spec) -> None:
         await self.write(parts.encode(spec) + b"\n")
