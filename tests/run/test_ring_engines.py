@@ -80,6 +80,9 @@ class Site:
             async def _announce(self, part: EnginePart) -> None:
                 site.announced.append(f"{part.name} {part.address}")
 
+            def _memory(self) -> str:
+                return "There are 2.0 GB."
+
         context = RingContext(
             config,
             purpose,
@@ -93,7 +96,7 @@ class Site:
             worker_token="worker",
             segment="segment",
         )
-        self.engines = Watched(context, lambda: "There are 2.0 GB.")
+        self.engines = Watched(context)
 
     async def take(self, part: ProcessKind, *, for_ever: bool = False, wants: Wants | None = None) -> Spot:
         self.wanted.append(wants)

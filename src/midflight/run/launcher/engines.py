@@ -9,7 +9,7 @@ its machine is lost, and joins later if there was no room for it at first.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Collection, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -66,18 +66,10 @@ class EnginePart:
 class Engines:
     """Keeps the engines running."""
 
-    def __init__(
-        self,
-        context: RingContext,
-        memory: Callable[[], str],
-    ) -> None:
-        """`memory` says in sentences how much memory there is, how much the parts are estimated to
-        take, and what helps.
-        """
+    def __init__(self, context: RingContext) -> None:
         self._context = context
         self._config = context.config
         self._serving = context.children.ready
-        self._memory = memory
         self._killed = KilledStarts()
         self.parts: dict[str, EnginePart] = {}
         self._up: dict[str, asyncio.Event] = {}
@@ -186,6 +178,16 @@ class Engines:
         if not is_told(num):
             return failure
         return PartFailed(f"{failure}\n{why_killed(num, name, self._memory())}", part=name)
+
+    def _memory(self) -> str:
+        """Says in sentences how much memory there is, how much the parts are estimated to take, and
+        what helps.
+        """
+        # it knows clusters, which few runs need
+        from midflight.run.places.fit import memory_words, this_hardware
+
+        trains = self._context.purpose is Purpose.TRAIN
+        return memory_words(self._config, this_hardware(), trains=trains)
 
     async def _elsewhere(self, name: str, *, for_ever: bool = False) -> Place:
         """Waits for a place: while other engines serve, longer than for one that the run needs. A

@@ -15,7 +15,6 @@ The launcher never imports torch.
 import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import closing, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +120,7 @@ class Ring:
         config = self._config if trains else unsharded(self._config)
         self._gateways = await take_gateways(config, self._places, purpose)
         context = self._new_context(purpose)
-        self._engines = Engines(context, partial(self._memory_words, trains=trains))
+        self._engines = Engines(context)
         engines = await self._engines.take(with_teacher=taught)
         remove_left()
         first, *services = self._gateways_and_workers(context)
@@ -158,12 +157,6 @@ class Ring:
             worker_token=secrets.token_urlsafe(24),
             segment=segment_name(Path(self._config.run.folder)),
         )
-
-    def _memory_words(self, *, trains: bool) -> str:
-        # it knows clusters, which few runs need
-        from midflight.run.places.fit import memory_words, this_hardware
-
-        return memory_words(self._config, this_hardware(), trains=trains)
 
     def _gateways_and_workers(self, context: RingContext) -> Sequence[Coroutine[Any, Any, None]]:
         """Returns the loops that keep them running. The loop of the first gateway comes first,
