@@ -9,12 +9,9 @@ its machine is lost, and joins later if there was no room for it at first.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from midflight.config.derived import num_engines
 from midflight.config.seats import config_in_place, engine_resources, engines_min, server_of
@@ -27,7 +24,6 @@ from midflight.run.parts import (
     EngineSpec,
     ModelReady,
     Notice,
-    PartLost,
     ProcessKind,
     Purpose,
     Restarted,
@@ -38,10 +34,7 @@ from midflight.run.places.port import Child, PartFailed, Place, Wants
 from midflight.run.reminder import Reminder
 
 if TYPE_CHECKING:
-    from midflight.run.api.membership_client import MembershipClient
-
-AGAIN_SECONDS = 2.0
-"""The time between two attempts at a gateway that does not answer yet."""
+    from midflight.run.launcher.gateway_client import GatewayClient
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,59 +233,25 @@ class Engines:
 
         await self._context.children.brief_and_follow(engine, spec)
 
-    @asynccontextmanager
-    async def _members(self) -> AsyncGenerator["MembershipClient"]:
-        """Opens the membership of the gateway. Raises `PartLost` if it does not answer."""
-        # only here does the launcher ask another process
-        from midflight.run.api.membership_client import MembershipClient
-        from midflight.wire.client import HttpClient
+    def _gateway_client(self) -> "GatewayClient":
+        # few runs need it, and it imports an HTTP client
+        from midflight.run.launcher.gateway_client import GatewayClient
 
-        async with HttpClient(
-            self._context.gateway, lost=PartLost, token=self._context.control_token
-        ) as http:
-            yield MembershipClient(http)
+        return GatewayClient(self._context)
 
     async def _leave(self, part: EnginePart) -> None:
         """Waits until its place is recalled, and then for its requests, which end there or go on
         elsewhere; only then it ends.
         """
         await part.place.recalled()
-        said = f"{part.name} leaves its place at {part.place.host}, which is about to be taken away"
-        try:
-            async with self._members() as members:
-                seconds = self._config.gateway.drain_seconds + self._config.run.stall_seconds
-                answer = await members.leave(part.name, force=True, seconds=seconds)
-            if answer.status == 200:
-                resumed = msgspec.json.decode(answer.content)["resumed"]
-                said += f": {resumed} requests go on elsewhere"
-        except PartLost as lost:  # no request goes to it then
-            said += f"; the gateway {lost}"
-        raise PartFailed(said, part=part.name)
+        said = await self._gateway_client().leave(part.name)
+        where = f"its place at {part.place.host}, which is about to be taken away"
+        raise PartFailed(f"{part.name} leaves {where}{said}", part=part.name)
 
     async def _announce(self, part: EnginePart) -> None:
-        """Tells the gateway where the engine is. Waits until the engine serves, and then for the
-        gateway. The gateway may not serve yet, and it asks the engine about itself, which takes
-        longer the larger the engine's weights are.
-        """
-        from midflight.run.api.membership import EngineAddress
-
+        """Waits until the engine serves, and then for the gateway, which is told where it is."""
         await self._up[part.name].wait()
-        seconds = self._config.cluster.wait_seconds + self._config.run.stall_seconds
-        async with self._members() as members:
-            while True:
-                try:
-                    answer = await members.put(
-                        part.name, EngineAddress(part.address), seconds=seconds
-                    )
-                    break
-                except PartLost:
-                    await asyncio.sleep(AGAIN_SECONDS)
-        if answer.status not in (200, 201):
-            said = answer.content.decode(errors="replace")
-            raise PartFailed(
-                f"{part.name} at {part.address} was not admitted ({answer.status}): {said}",
-                part=part.name,
-            )
+        await self._gateway_client().announce(part.name, part.address)
 
     def _others(self, name: str, among: Collection[str]) -> Sequence[str]:
         """Returns the other engines `among` these parts. For an engine whose answers are trained
@@ -300,20 +259,6 @@ class Engines:
         """
         unlike = set[str]() if name in self._apart else self._apart
         return sorted((self.parts.keys() & among) - {TEACHER, name} - unlike)
-
-    async def _give_up(self, name: str) -> None:
-        """Tells the gateway that this engine will not come back, so that requests do not wait for
-        it. Waits for the gateway's answer.
-        """
-        with suppress(PartLost):  # no request goes to it then
-            async with self._members() as members:
-                await members.leave(
-                    name,
-                    force=True,
-                    drain_seconds=0,
-                    for_good=True,
-                    seconds=self._config.run.stall_seconds,
-                )
 
     async def _may_restart(self, failure: PartFailed, *, counts: bool) -> bool:
         """Waits for an engine's back-off. Returns True if the engine has left the run meanwhile.
@@ -336,7 +281,7 @@ class Engines:
             error = f"{failure}\nIts restarts are spent; {self._said_of(others)}."
             self._context.say(Restarted(name, error, 0, back))
             if name in self._apart and not left:
-                await self._give_up(name)
+                await self._gateway_client().give_up(name)
                 left = True
             await asyncio.sleep(back)
         self._spent.discard(name)

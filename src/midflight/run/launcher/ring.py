@@ -14,7 +14,7 @@ The launcher never imports torch.
 
 import secrets
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,6 @@ from midflight.run.parts import (
     Message,
     ModelReady,
     Notice,
-    PartLost,
     Progress,
     Purpose,
     Ready,
@@ -84,6 +83,7 @@ class Ring:
         self._watchdog = watchdog or Watchdog(stall_seconds=config.run.stall_seconds)
         self._statuses = Statuses()
         self._places: Places
+        self._context: RingContext
         self._gateways: Sequence[GatewayPart]
         self._engines: Engines
         self._workers: Workers
@@ -119,7 +119,7 @@ class Ring:
         self.children.lay_out(ranks=trains, teacher=taught)
         config = self._config if trains else unsharded(self._config)
         self._gateways = await take_gateways(config, self._places, purpose)
-        context = self._new_context(purpose)
+        context = self._context = self._new_context(purpose)
         self._engines = Engines(context)
         engines = await self._engines.take(with_teacher=taught)
         remove_left()
@@ -172,20 +172,11 @@ class Ring:
     # --- While it runs ----------------------------------------------------------------------------
 
     async def _spare(self, worker: str) -> None:
-        """Tells the worker's gateway that no agent is to blame for the worker's end. Waits for its
-        answer, `stall_seconds` at most: a gateway that does not answer hangs itself.
-        """
-        # only here and for engines does the launcher ask another process
-        from midflight.run.api import worker_wire as wire
-        from midflight.wire.client import HttpClient
+        # few runs need it, and it imports an HTTP client
+        from midflight.run.launcher.gateway_client import GatewayClient
 
         gateway = next(part for part in self._gateways if worker in part.workers)
-        async with HttpClient(gateway.url, lost=PartLost, token=self._control_token) as http:
-            with suppress(PartLost):
-                said = wire.encode(wire.WorkerSpared(worker))
-                await http.call(
-                    "POST", wire.SPARED_PATH, said, seconds=self._config.run.stall_seconds
-                )
+        await GatewayClient(self._context).spare(worker, url=gateway.url)
 
     def _hear(self, name: str, message: Message) -> None:
         match message:
