@@ -3,8 +3,7 @@ worker is ended for what no agent did. Nothing else does it ask of another proce
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 
 import msgspec
 
@@ -35,15 +34,11 @@ class GatewayClient:
         said = wire.encode(wire.WorkerSpared(worker))
         seconds = self._context.config.run.stall_seconds
         with suppress(PartLost):
-            async with HttpClient(url, lost=PartLost, token=self._context.control_token) as http:
+            async with self._http(url) as http:
                 await http.call("POST", wire.SPARED_PATH, said, seconds=seconds)
 
-    @asynccontextmanager
-    async def _client(self) -> AsyncGenerator[MembershipClient]:
-        """Opens the gateway's membership. Raises `PartLost` if the gateway does not answer."""
-        token = self._context.control_token
-        async with HttpClient(self._context.gateway, lost=PartLost, token=token) as http:
-            yield MembershipClient(http)
+    def _http(self, url: str) -> HttpClient:
+        return HttpClient(url, lost=PartLost, token=self._context.control_token)
 
     async def announce(self, engine: str, address: str) -> None:
         """Tells the gateway where an engine is. Raises `PartFailed` if it is not admitted.
@@ -53,7 +48,8 @@ class GatewayClient:
         """
         config = self._context.config
         seconds = config.cluster.wait_seconds + config.run.stall_seconds
-        async with self._client() as members:
+        async with self._http(self._context.gateway) as http:
+            members = MembershipClient(http)
             while True:
                 try:
                     answer = await members.put(engine, EngineAddress(address), seconds=seconds)
@@ -73,8 +69,8 @@ class GatewayClient:
         config = self._context.config
         seconds = config.gateway.drain_seconds + config.run.stall_seconds
         try:
-            async with self._client() as members:
-                answer = await members.leave(engine, force=True, seconds=seconds)
+            async with self._http(self._context.gateway) as http:
+                answer = await MembershipClient(http).leave(engine, force=True, seconds=seconds)
         except PartLost as lost:
             return f"; the gateway {lost}"
         if answer.status != 200:
@@ -88,7 +84,7 @@ class GatewayClient:
         """
         seconds = self._context.config.run.stall_seconds
         with suppress(PartLost):
-            async with self._client() as members:
-                await members.leave(
+            async with self._http(self._context.gateway) as http:
+                await MembershipClient(http).leave(
                     engine, force=True, drain_seconds=0, for_good=True, seconds=seconds
                 )
