@@ -124,7 +124,7 @@ class Ring:
         engines = await self._engines.take(with_teacher=taught)
         remove_left()
         first, *services = self._gateways_and_workers(context)
-        watch = ProcessWatch(self.children, self._watchdog, say=self._on_message, spare=self._spare)
+        watch = ProcessWatch(self.children, self._watchdog, self._on_message, self._spare)
         services = [*engines, watch.run(), self._places.watch(), *services]
         try:
             if trains:

@@ -22,6 +22,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import asynccontextmanager, closing, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -332,40 +333,31 @@ class ClusterChild:
         return await self._place.ask(method, *given, of=self.name, hurry=hurry)
 
 
+@dataclass(slots=True)
 class RayPlaces:
     """Gives seats of a cluster to the parts. All seats of an attempt at a run are given back at its
     end, and die with this process at the latest.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        resources: Mapping[parts.ProcessKind, Mapping[str, float]],
-        *,
-        lost_seconds: float,
-        wait_seconds: float,
-        environ: Mapping[str, str],
-        say: Callable[[str], None],
-    ) -> None:
-        """`resources` are the resources that a seat of each kind asks for. `environ` is for all
-        processes. `say` gets a message about each wait.
-        """
-        self._cluster = cluster
-        self._resources = resources
-        self._lost_seconds = lost_seconds
-        self._environ = environ
-        self._say = say
-        self._wait_seconds = wait_seconds
-        self._taken: list[ClusterPlace] = []
+    cluster: Cluster
+    resources: Mapping[parts.ProcessKind, Mapping[str, float]]
+    """The resources that a seat of each kind asks for."""
+    lost_seconds: float
+    wait_seconds: float
+    environ: Mapping[str, str]
+    """It is for all processes."""
+    say: Callable[[str], None]
+    """Gets a message about each wait."""
+    taken: list[ClusterPlace] = field(default_factory=list[ClusterPlace], init=False)
 
     def close(self) -> None:
-        for place in self._taken:
+        for place in self.taken:
             place.close()
 
     async def watch(self) -> None:
         while True:
-            leaving = await asyncio.to_thread(self._cluster.leaving)
-            for place in self._taken:
+            leaving = await asyncio.to_thread(self.cluster.leaving)
+            for place in self.taken:
                 if place.machine in leaving:
                     place.recall()
             await asyncio.sleep(LOOK_SECONDS)
@@ -379,22 +371,22 @@ class RayPlaces:
         for_ever: bool = False,
         wants: Wants | None = None,
     ) -> ClusterPlace:
-        asked, machine = wants or Wants(self._resources[part], "")
+        asked, machine = wants or Wants(self.resources[part], "")
         if machine:
             asked = {**asked, f"node:{machine}": NODE_SHARE}
         at = "" if host is None or is_loopback(host) else host
         async with self._patience(part, 1, asked, for_ever=for_ever):
-            seat = self._cluster.seat(asked)
+            seat = self.cluster.seat(asked)
             try:
                 return await self._opened(part, seat, at, port)
             except BaseException:
-                self._cluster.kill(seat)
+                self.cluster.kill(seat)
                 raise
 
     async def take_all(self, part: parts.ProcessKind, count: int) -> Sequence[ClusterPlace]:
-        asked = self._resources[part]
+        asked = self.resources[part]
         async with self._patience(part, count, asked):
-            seats, give_back = await self._cluster.group(asked, count)
+            seats, give_back = await self.cluster.group(asked, count)
         closed = 0
 
         def close() -> None:
@@ -422,7 +414,7 @@ class RayPlaces:
     ) -> ClusterPlace:
         """Waits until the seat is there, however long that takes."""
         try:
-            answer = await self._cluster.call(seat, "open", host, port)
+            answer = await self.cluster.call(seat, "open", host, port)
             opened = msgspec.json.decode(answer, type=ActorOpened)
         except Exception as error:
             why = why_lost(error)
@@ -432,14 +424,14 @@ class RayPlaces:
         if opened.error:
             raise ConfigError(opened.error)
         place = ClusterPlace(
-            self._cluster,
+            self.cluster,
             seat,
             opened,
-            lost_seconds=self._lost_seconds,
-            environ=self._environ,
+            lost_seconds=self.lost_seconds,
+            environ=self.environ,
             closed=closed,
         )
-        self._taken.append(place)
+        self.taken.append(place)
         return place
 
     @asynccontextmanager
@@ -458,12 +450,12 @@ class RayPlaces:
         wanted = f"{count} x a machine with {asked or 'room'}"
 
         def say(_: float) -> None:
-            self._say(
+            self.say(
                 f"{part} waits for {wanted}: what there is has no room, or is slow to start a seat "
-                f"({said_of(self._cluster.machines())})"
+                f"({said_of(self.cluster.machines())})"
             )
 
-        limit = asyncio.timeout(None if for_ever else self._wait_seconds)
+        limit = asyncio.timeout(None if for_ever else self.wait_seconds)
         try:
             with closing(Reminder(say)):
                 async with limit:
@@ -472,7 +464,7 @@ class RayPlaces:
             if not limit.expired():
                 raise
             raise RunFailed(
-                f"{part} has waited {self._wait_seconds:g} s for {wanted}, and had no room among "
-                f"{said_of(self._cluster.machines())}; add machines or end what is on them, and go "
+                f"{part} has waited {self.wait_seconds:g} s for {wanted}, and had no room among "
+                f"{said_of(self.cluster.machines())}; add machines or end what is on them, and go "
                 "on with --resume, or raise cluster.wait_seconds."
             ) from None
