@@ -32,7 +32,7 @@ FIRST_WAIT = 2.0
 LONGEST_WAIT = 30.0
 """Seconds before the second restart in a row, which double with each; the first is at once."""
 MAX_DOUBLED = 10
-"""The number of times that a wait is doubled at most, which no wait reaches but that of a worker."""
+"""A wait is doubled so often at most. `LONGEST_WAIT` is reached before, and the power stays small."""
 
 
 @dataclass(frozen=True, slots=True)
