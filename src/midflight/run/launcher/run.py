@@ -134,21 +134,20 @@ class Run:
 
         async def attempt(number: int) -> None:
             goes_on = can_go_on(self._folder) if number else resume
+            if number and not goes_on:
+                self._trackers.drop()
+                clear(self._folder)
             await self._ring(self.hear, budgets=budgets).run(Purpose.TRAIN, resume=goes_on)
 
-        await budgets.keep(attempt, between=self._begin_again)
+        await budgets.keep(attempt, between=self._say_again)
 
-    async def _begin_again(self, restart: Restarted) -> None:
-        """Says from where the run goes on. One that begins anew keeps nothing but its data."""
-        goes_on = can_go_on(self._folder)
-        where = "its last checkpoint" if goes_on else "the beginning"
+    async def _say_again(self, restart: Restarted) -> None:
+        """Says from where the run goes on. It waits for nothing."""
+        where = "its last checkpoint" if can_go_on(self._folder) else "the beginning"
         self._terminal.say(
             f"{restart.error}\nThe run goes on from {where}{after(restart.seconds)}; "
             f"{restart.left} restarts are left."
         )
-        if not goes_on:
-            self._trackers.drop()
-            clear(self._folder)
 
     def hear(self, message: Message) -> None:
         """Shows a message from a part. Drawing takes milliseconds."""
