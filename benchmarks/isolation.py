@@ -28,12 +28,13 @@ from pathlib import Path
 from smoke import options_of
 
 from midflight.config.sections import Config, EnvironmentSection, GatewaySection
-from midflight.environments.crew import Crew, HungWorker
 from midflight.environments.rollout import RolloutRunner
+from midflight.environments.worker_pool import HungWorker, WorkerPool
 from midflight.gateway.http.http import build_app
 from midflight.observe.failures import failure_class
 from midflight.run import parts
 from midflight.run.api.worker_routes import WorkerRoutes, watch_workers
+from midflight.run.places.port import ChildOrder
 from midflight.run.places.process import LocalChild
 from midflight.run.rollout.rollouts import TokenFates
 from midflight.run.rollout.serving import Agents, Serving
@@ -100,13 +101,13 @@ class Site:
         serving = Serving(
             config, scripted_tokenizer(), [engine], record=unheard, version=0, anonymous=False
         )
-        crew = Crew(serving.gateway, stall_seconds=config.run.stall_seconds, say=print)
+        pool = WorkerPool(serving.gateway, stall_seconds=config.run.stall_seconds, say=print)
         with listen("127.0.0.1", 0) as listener:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             serving.gateway.address = url
-            routes = WorkerRoutes(crew, token=self._token, control_token=self._token).routes()
+            routes = WorkerRoutes(pool, token=self._token, control_token=self._token).routes()
             app = build_app(serving.gateway, serving.control, extra_routes=routes)
-            runner = Agents(config, serving, crew, unheard).runner(
+            runner = Agents(config, serving, pool, unheard).runner(
                 serving.gateway, TokenFates(), tracked=True
             )
             names = [f"worker{i}" for i in range(config.environment.workers or 1)]
@@ -115,7 +116,7 @@ class Site:
                 async with asyncio.TaskGroup() as tasks:
                     beside = [
                         tasks.create_task(serve_app(app, listener, ready=lambda: None)),
-                        tasks.create_task(watch_workers(crew, self._condemn)),
+                        tasks.create_task(watch_workers(pool, self._condemn)),
                         *(tasks.create_task(self._worker(name, url, up[name])) for name in names),
                     ]
                     for event in up.values():
@@ -144,13 +145,11 @@ class Site:
                 "PYTHONPATH": os.pathsep.join([HERE, *filter(None, [os.environ.get("PYTHONPATH")])])
             }
             section = self._config.environment
-            worker = LocalChild(
-                parts.ProcessKind.WORKER,
-                name,
-                log=self._folder / f"{name}.log",
-                environ=environ,
-                arguments=[str(section.entry)],
+            log = str(self._folder / f"{name}.log")
+            order = ChildOrder(
+                parts.ProcessKind.WORKER, name, log, environ, arguments=[str(section.entry)]
             )
+            worker = LocalChild(order)
             self._workers[name] = worker
             await worker.start()
             await worker.tell(parts.WorkerSpec(name, url, self._token, section.model_dump_json()))

@@ -138,7 +138,7 @@ def check_places(config: Config) -> None:
     Nothing is started, and the cluster stays connected.
     """
     if config.cluster.kind == "ray":
-        from midflight.run.launcher.ending import main_task
+        from midflight.run.launcher.shutdown import main_task
         from midflight.run.places.checks import check_cluster
         from midflight.run.places.ray import connect
 

@@ -40,8 +40,8 @@ from midflight.python.background import BackgroundRun
 from midflight.python.callbacks import Callbacks
 from midflight.python.run_folder import JournalLines, RolloutRecord, rollouts_of
 from midflight.run.launcher import launch
-from midflight.run.launcher.ending import LOOK_SECONDS
 from midflight.run.launcher.program import Program
+from midflight.run.launcher.shutdown import LOOK_SECONDS
 from midflight.run.parts import Message, Progress
 
 

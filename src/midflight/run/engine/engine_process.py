@@ -15,7 +15,7 @@ from midflight.engines.embedded.prefixes import PrefixRoom
 from midflight.engines.introduction import about_route
 from midflight.engines.relay import relay_steps
 from midflight.models.load import load_model
-from midflight.run.heart import START_SECONDS
+from midflight.run.heartbeat import START_SECONDS
 from midflight.run.parts import (
     TEACHER,
     EngineSpec,
@@ -65,7 +65,9 @@ def make_engine(config: Config, model: Path, *, name: str, version: int) -> Embe
 async def run_engine(spec: EngineSpec, launcher: LauncherPipe) -> None:
     """Decodes and serves until the launcher ends it, or the decode loop crashes."""
     config = Config.model_validate_json(spec.config)
-    with launcher.heart.doing("loads its model", limit=START_SECONDS, heavy=True, computes=True):
+    with launcher.heartbeat.doing(
+        "loads its model", limit=START_SECONDS, heavy=True, computes=True
+    ):
         engine = await asyncio.to_thread(
             make_engine, config, Path(spec.model), name=spec.name, version=spec.version
         )

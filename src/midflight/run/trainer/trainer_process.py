@@ -29,7 +29,7 @@ from midflight.models.names import assign, in_dtype, torch_dtype
 from midflight.observe.activity import WorkBelow
 from midflight.run.api.rollout_client import RolloutClient
 from midflight.run.api.service import WentOn
-from midflight.run.heart import START_SECONDS
+from midflight.run.heartbeat import START_SECONDS
 from midflight.run.parts import Alarm, LauncherPipe, ModelReady, TrainerSpec
 from midflight.run.trainer.shards import ShardedRollouts
 from midflight.run.trainer.team import Team, follow
@@ -127,20 +127,22 @@ async def run_trainer(spec: TrainerSpec, launcher: LauncherPipe) -> None:
             partial(_follower, config, spec),
             Path(config.run.folder) / "checkpoints",
             keep=config.trainer.keep_checkpoints,
-            heart=launcher.heart,
+            heartbeat=launcher.heartbeat,
             publisher=_sharing(config, spec.host),
         )
         return
     if config.trainer.compile:  # in processes below this one, for which the first steps wait
-        launcher.heart.work = WorkBelow(seconds=config.run.stall_seconds / LOOKS)
+        launcher.heartbeat.work = WorkBelow(seconds=config.run.stall_seconds / LOOKS)
     run = Path(config.run.folder)
     published = PublishedVersions(run / "published")
-    with launcher.heart.doing("begins", limit=START_SECONDS, heavy=True):
+    with launcher.heartbeat.doing("begins", limit=START_SECONDS, heavy=True):
         found: list[str] = []
         team, resumed, over = await _ready(config, spec, launcher, published, found.append)
     launcher.tell(ModelReady(str(run / "start"), team.version, resumed, tuple(found)))
     await _train(config, team, spec, published, launcher, over=over)
-    with launcher.heart.doing("exports its model", limit=START_SECONDS, heavy=True, computes=True):
+    with launcher.heartbeat.doing(
+        "exports its model", limit=START_SECONDS, heavy=True, computes=True
+    ):
         await asyncio.to_thread(_export, config, team, run / "model", merged=True)
         await asyncio.to_thread(team.end)
 
@@ -194,7 +196,7 @@ def _loading(launcher: LauncherPipe) -> AbstractContextManager[None]:
     """Tells the launcher of the block. A large model takes minutes of disk, and may take them while
     it is read, computed or written.
     """
-    return launcher.heart.doing(
+    return launcher.heartbeat.doing(
         "makes or loads its model", limit=START_SECONDS, heavy=True, computes=True
     )
 
@@ -228,9 +230,9 @@ async def _first(
         layout = await asyncio.to_thread(_layout, config, model, alarm)
     adapters = _adapters(config, model)
     if config.warm_start.is_made:
-        with launcher.heart.doing("draws its tasks", computes=True):
+        with launcher.heartbeat.doing("draws its tasks", computes=True):
             lessons = await asyncio.to_thread(warm_start_data, config, Tokenizer.load(source))
-        with launcher.heart.doing("makes the warm start", computes=True):
+        with launcher.heartbeat.doing("makes the warm start", computes=True):
             await warm_start(model, lessons, config, launcher.tell, layout=layout)
     if adapters is not None:
         add_adapters(model, adapters, seed=config.run.seed)
@@ -473,7 +475,7 @@ async def _train(
                 save_every=config.trainer.checkpoint_every,
                 publish_every=section.every,
                 stop_at_reward=config.run.stop_at_reward,
-                heart=launcher.heart,
+                heartbeat=launcher.heartbeat,
                 handover_seconds=handover_seconds,
             )
             if team.num_steps == 0:

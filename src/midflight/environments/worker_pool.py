@@ -1,4 +1,4 @@
-"""The crew: the worker processes, and the rollouts that they run. It is synchronous except for
+"""The pool of worker processes, and the rollouts that they run. It is synchronous except for
 `run`, which waits for one agent.
 
 A rollout waits in line until a worker takes it. Seconds for which it is not to blame do not count
@@ -12,8 +12,8 @@ nor its deadline have been used up. The blame lies
 - otherwise with no rollout yet. Those that were not waiting for the gateway begin again alone in a
   worker, so that the cause is known the next time.
 
-The crew judges agents. The launcher's watchdog, which hears a worker's process, judges whether the
-worker lives. The crew hears a worker's event loop, on the connection that carries the rollouts. It
+The pool judges agents. The launcher's watchdog, which hears a worker's process, judges whether the
+worker lives. The pool hears a worker's event loop, on the connection that carries the rollouts. It
 asks the launcher to end a worker
 
 - whose loop is blocked by an agent that is past its rollout's deadline;
@@ -55,7 +55,7 @@ It gets nothing new, and the time of its rollouts does not count, except for tha
 known to block it.
 """
 REST_SECONDS = 2.0
-"""The time by which the crew acts later than the launcher, which finds a worker's process stopped
+"""The time by which the pool acts later than the launcher, which finds a worker's process stopped
 or silent and knows why.
 """
 MEMORY = 4
@@ -90,7 +90,7 @@ class Assignment:
     """The time at which it was put in line."""
     ended: asyncio.Future[object]
     alone: bool = False
-    seat: Seat | None = None
+    worker: PoolWorker | None = None
     excused: float = 0.0
     tools: ToolTime = field(default_factory=lambda: ToolTime())
     num_lost: int = 0
@@ -110,7 +110,7 @@ class GroupName:
     api_key: str = ""
 
 
-class Whereabouts(NamedTuple):
+class RolloutPlacement(NamedTuple):
     """The place of a rollout that has begun."""
 
     part: str
@@ -121,7 +121,7 @@ class Whereabouts(NamedTuple):
     """True if it is in line for a place there."""
 
 
-HERE = Whereabouts("")
+HERE = RolloutPlacement("")
 
 
 class WorkerOutlet(Protocol):
@@ -134,7 +134,7 @@ class WorkerOutlet(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Seat:
+class PoolWorker:
     """One worker, for as long as it is connected."""
 
     name: str
@@ -168,7 +168,7 @@ class HungWorker:
     why: str
 
 
-class Crew:
+class WorkerPool:
     """All connected workers, and the rollouts that they run or that wait for one. Implements
     `AgentHost`.
     """
@@ -192,7 +192,7 @@ class Crew:
         self._delay = 0.0
         """The delay of messages at the last look."""
         self._line: deque[Assignment] = deque()
-        self._seats: dict[str, Seat] = {}
+        self._workers: dict[str, PoolWorker] = {}
         self._jobs: dict[str, Assignment] = {}
         self.alone = False
         """True if every rollout is alone in its worker, because one was seen to block its loop."""
@@ -255,25 +255,29 @@ class Crew:
         job = self._jobs.get(session_id)
         if job is None:
             return 0.0
-        if job.seat is None:
+        if job.worker is None:
             return job.excused + self._now() - job.since
-        if job.seat.culprit == session_id:
+        if job.worker.culprit == session_id:
             return job.excused
-        return job.excused + self._silence(job.seat)
+        return job.excused + self._silence(job.worker)
 
-    def whereabouts(self, session_id: str) -> Whereabouts:
+    def placement(self, session_id: str) -> RolloutPlacement:
         """The place of a rollout. One that is in line waits for a worker that has not joined or
         that does nothing, or else for any worker, because all have too many.
         """
         job = self._jobs.get(session_id)
         if job is None:
             return HERE
-        if job.seat is not None:
-            return Whereabouts(job.seat.name)
-        missing = [name for name in self._names if name not in self._seats]
-        idle = [seat.name for seat in self._seats.values() if seat.condemned or self._silence(seat)]
-        awaited = next(chain(missing, idle, self._seats), "")
-        return Whereabouts(awaited, waits=True)
+        if job.worker is not None:
+            return RolloutPlacement(job.worker.name)
+        missing = [name for name in self._names if name not in self._workers]
+        idle = [
+            worker.name
+            for worker in self._workers.values()
+            if worker.condemned or self._silence(worker)
+        ]
+        awaited = next(chain(missing, idle, self._workers), "")
+        return RolloutPlacement(awaited, waits=True)
 
     def tool_seconds(self, session_id: str) -> float:
         """See the port `AgentHost`."""
@@ -282,26 +286,26 @@ class Crew:
 
     # --- What workers say -------------------------------------------------------------------------
 
-    def join(self, name: str, outlet: WorkerOutlet) -> Seat:
+    def join(self, name: str, outlet: WorkerOutlet) -> PoolWorker:
         words = Lateness(BEAT_SECONDS, memory_seconds=MEMORY * self._stall_seconds)
-        seat = Seat(name, outlet, self._now(), words)
-        self._seats[name] = seat
+        worker = PoolWorker(name, outlet, self._now(), words)
+        self._workers[name] = worker
         self._assign()
-        return seat
+        return worker
 
-    def hear(self, seat: Seat) -> None:
+    def hear(self, worker: PoolWorker) -> None:
         """Notes a message of the worker's loop, which ends a silence. The silence is excused for
         every rollout except one that is known to have blocked the loop. A late message says that
         the machine or this process was busy, and that time is excused too.
         """
-        silence = self._silence(seat)
-        late = max(0.0, self._now() - seat.heard - BEAT_SECONDS)
-        for session_id, job in seat.jobs.items():
-            if session_id != seat.culprit:
+        silence = self._silence(worker)
+        late = max(0.0, self._now() - worker.heard - BEAT_SECONDS)
+        for session_id, job in worker.jobs.items():
+            if session_id != worker.culprit:
                 job.excused += silence or late
-        seat.words.came(self._now(), counts=seat.culprit is None)
-        seat.heard = self._now()
-        seat.culprit = None
+        worker.words.came(self._now(), counts=worker.culprit is None)
+        worker.heard = self._now()
+        worker.culprit = None
         if silence:
             self._assign()
 
@@ -309,12 +313,12 @@ class Crew:
         """Notes that the worker's watch, which is a thread, has seen its loop blocked, by the agent
         of this session if that is known.
         """
-        seat = self._seats.get(name)
-        if seat is None:
+        worker = self._workers.get(name)
+        if worker is None:
             return
-        if session_id in seat.jobs or session_id in seat.left:
-            seat.culprit = session_id
-        seat.where = where
+        if session_id in worker.jobs or session_id in worker.left:
+            worker.culprit = session_id
+        worker.where = where
         if seconds >= self._bound() and session_id is not None:
             self._all_alone(
                 f"an agent blocks the event loop of {name} since {seconds:.0f} s, in {where}"
@@ -324,16 +328,16 @@ class Crew:
         """Notes that the launcher is about to end the worker, for a reason that is no agent's
         fault.
         """
-        seat = self._seats.get(name)
-        if seat is not None:
-            seat.condemned = True
-            seat.spared = True
+        worker = self._workers.get(name)
+        if worker is not None:
+            worker.condemned = True
+            worker.spared = True
 
-    def in_tools(self, seat: Seat, session_id: str, limit: float | None) -> None:
+    def in_tools(self, worker: PoolWorker, session_id: str, limit: float | None) -> None:
         """Notes that the worker's agent has begun to run tools, for `limit` seconds at most. With
         None it has ended them.
         """
-        job = seat.jobs.get(session_id)
+        job = worker.jobs.get(session_id)
         if job is None:
             return
         if limit is None:
@@ -342,13 +346,18 @@ class Crew:
             job.tools.begin(limit)
 
     def ended(
-        self, seat: Seat, session_id: str, *, result: object = None, error: Exception | None = None
+        self,
+        worker: PoolWorker,
+        session_id: str,
+        *,
+        result: object = None,
+        error: Exception | None = None,
     ) -> None:
         """Notes that the worker's agent has ended with its result or an error, or that it was
         cancelled and nothing waits for it any more.
         """
-        seat.left.pop(session_id, None)
-        job = seat.jobs.pop(session_id, None)
+        worker.left.pop(session_id, None)
+        job = worker.jobs.pop(session_id, None)
         if job is not None and not job.ended.done():
             if error is None:
                 job.ended.set_result(result)
@@ -356,113 +365,113 @@ class Crew:
                 job.ended.set_exception(error)
         self._assign()
 
-    def leave(self, seat: Seat) -> None:
+    def leave(self, worker: PoolWorker) -> None:
         """The worker is gone, and its agents with it."""
-        if self._seats.get(seat.name) is seat:
-            del self._seats[seat.name]
-        for job in list(seat.jobs.values()):
+        if self._workers.get(worker.name) is worker:
+            del self._workers[worker.name]
+        for job in list(worker.jobs.values()):
             if not job.ended.done():
-                job.ended.set_exception(self._loss(seat, job))
-        seat.jobs.clear()
+                job.ended.set_exception(self._loss(worker, job))
+        worker.jobs.clear()
 
-    def _loss(self, seat: Seat, job: Assignment) -> AgentFailed | AgentLost:
+    def _loss(self, worker: PoolWorker, job: Assignment) -> AgentFailed | AgentLost:
         """Returns the error of a rollout whose worker is gone. The error says whether the rollout
         has failed or begins again.
         """
-        if seat.spared:
-            return AgentLost(f"{seat.name} was ended for what no agent did")
-        is_guilty = seat.guilty() == job.session.session_id
-        if seat.culprit is None:
+        if worker.spared:
+            return AgentLost(f"{worker.name} was ended for what no agent did")
+        is_guilty = worker.guilty() == job.session.session_id
+        if worker.culprit is None:
             waited = self._waits_for_gateway(job)
             is_guilty = is_guilty and not waited
             job.alone = job.alone or not waited or job.num_lost > 0
             job.num_lost += 1
         if is_guilty or job.num_lost >= MAX_LOST:
-            what = f"blocked it in {seat.where}" if seat.culprit is not None else "ran in it"
+            what = f"blocked it in {worker.where}" if worker.culprit is not None else "ran in it"
             return AgentFailed(
-                f"WorkerDied: {seat.name} ended while this agent {what}; see logs/{seat.name}.log"
+                f"WorkerDied: {worker.name} ended while this agent {what}; see logs/{worker.name}.log"
             )
-        return AgentLost(f"{seat.name} ended with an agent that was not to blame")
+        return AgentLost(f"{worker.name} ended with an agent that was not to blame")
 
     # --- What hangs -------------------------------------------------------------------------------
 
     def look(self) -> list[HungWorker]:
         """The workers to be ended now. Each is named once."""
         self._looks.came(self._now())
-        words = (seat.words for seat in self._seats.values())
+        words = (worker.words for worker in self._workers.values())
         self._delay = delay_of(self._looks, words, self._now())
         found: list[HungWorker] = []
-        for seat in self._seats.values():
-            why = None if seat.condemned else self._hangs(seat)
+        for worker in self._workers.values():
+            why = None if worker.condemned else self._hangs(worker)
             if why is not None:
-                found.append(HungWorker(seat.name, why))
+                found.append(HungWorker(worker.name, why))
         for hung in found:
-            seat = self._seats[hung.name]
-            seat.condemned = True
-            if seat.culprit is not None:
+            worker = self._workers[hung.name]
+            worker.condemned = True
+            if worker.culprit is not None:
                 self._all_alone(hung.why)
         return found
 
-    def _hangs(self, seat: Seat) -> str | None:
+    def _hangs(self, worker: PoolWorker) -> str | None:
         """Returns the reason for which the worker has to be ended, or None if it need not be."""
-        silence = self._silence(seat)
-        culprit = seat.culprit
+        silence = self._silence(worker)
+        culprit = worker.culprit
         grace = GRACE_SECONDS + self._delay
-        overdue = sum(self._now() - since > grace for since in seat.left.values())
-        if silence and culprit in seat.left:
-            if self._now() - seat.left[culprit] > grace:
+        overdue = sum(self._now() - since > grace for since in worker.left.values())
+        if silence and culprit in worker.left:
+            if self._now() - worker.left[culprit] > grace:
                 return (
-                    f"{seat.name} was blocked for {silence:.0f} s, past the deadline of the "
-                    f"rollout that did it, in {seat.where}"
+                    f"{worker.name} was blocked for {silence:.0f} s, past the deadline of the "
+                    f"rollout that did it, in {worker.where}"
                 )
             return None
         if silence and culprit is not None:
-            return self._holds_up(seat, culprit, silence)
+            return self._holds_up(worker, culprit, silence)
         if silence > self._bound() + REST_SECONDS:
             return (
-                f"{seat.name} was not heard of for {silence:.0f} s: its connection is lost, or "
+                f"{worker.name} was not heard of for {silence:.0f} s: its connection is lost, or "
                 "an agent's code holds the interpreter"
             )
         if not silence and overdue >= MAX_LEFT:
-            return f"{seat.name} has {overdue} agents that did not end with their rollouts"
+            return f"{worker.name} has {overdue} agents that did not end with their rollouts"
         return None
 
-    def _holds_up(self, seat: Seat, culprit: str, silence: float) -> str | None:
+    def _holds_up(self, worker: PoolWorker, culprit: str, silence: float) -> str | None:
         """Returns the reason for which the worker has to be ended, if an agent blocks it and holds
         up others, or None.
         """
-        is_alone = len(seat.jobs) == 1
+        is_alone = len(worker.jobs) == 1
         if is_alone or silence < self._bound():
             return None  # alone in its worker, an agent has all of its deadline
-        if culprit in seat.jobs and self._waits_for_gateway(seat.jobs[culprit]):
+        if culprit in worker.jobs and self._waits_for_gateway(worker.jobs[culprit]):
             return None  # it does nothing that could hang
-        seat.spared = True
-        for job in seat.jobs.values():
+        worker.spared = True
+        for job in worker.jobs.values():
             job.alone = True
-        others = len(seat.jobs) - 1
+        others = len(worker.jobs) - 1
         return (
-            f"an agent blocks the event loop of {seat.name} since {silence:.0f} s, in "
-            f"{seat.where}, and holds up {others} others"
+            f"an agent blocks the event loop of {worker.name} since {silence:.0f} s, in "
+            f"{worker.where}, and holds up {others} others"
         )
 
     # --- Inside -----------------------------------------------------------------------------------
 
     def _put(self, job: Assignment) -> None:
         job.since = self._now()
-        job.seat = None
+        job.worker = None
         self._line.append(job)
         self._assign()
 
     def _withdraw(self, job: Assignment) -> None:
         session_id = job.session.session_id
         del self._jobs[session_id]
-        if job.seat is None:
+        if job.worker is None:
             if job in self._line:
                 self._line.remove(job)
-        elif session_id in job.seat.jobs:
-            del job.seat.jobs[session_id]
-            job.seat.left[session_id] = self._now()
-            job.seat.outlet.cancel(session_id)
+        elif session_id in job.worker.jobs:
+            del job.worker.jobs[session_id]
+            job.worker.left[session_id] = self._now()
+            job.worker.outlet.cancel(session_id)
 
     def _assign(self) -> None:
         """Gives the waiting rollouts to the workers. A rollout that is to be alone waits for a
@@ -472,20 +481,20 @@ class Crew:
         kept = deque[Assignment]()
         while self._line:
             job = self._line.popleft()
-            seat = self._seat_for(job, kept)
-            if seat is None:
+            worker = self._worker_for(job, kept)
+            if worker is None:
                 kept.append(job)
             else:
-                job.seat = seat
+                job.worker = worker
                 job.excused += now - job.since
-                seat.jobs[job.session.session_id] = job
-                seat.outlet.run(job)
+                worker.jobs[job.session.session_id] = job
+                worker.outlet.run(job)
         self._line = kept
 
-    def _seat_for(self, job: Assignment, before: deque[Assignment]) -> Seat | None:
+    def _worker_for(self, job: Assignment, before: deque[Assignment]) -> PoolWorker | None:
         """The worker for a rollout, or None. `before` are the rollouts that wait before it."""
-        free = [seat for seat in self._seats.values() if self._takes_more(seat)]
-        free.sort(key=lambda seat: len(seat.jobs))
+        free = [worker for worker in self._workers.values() if self._takes_more(worker)]
+        free.sort(key=lambda worker: len(worker.jobs))
         if self.alone or job.alone:
             job.alone = True
             return free[0] if free and not free[0].jobs else None
@@ -493,10 +502,10 @@ class Crew:
             free = free[1:]  # the first worker that has no rollout is kept for those
         return free[0] if free else None
 
-    def _takes_more(self, seat: Seat) -> bool:
-        if seat.condemned or self._silence(seat):
+    def _takes_more(self, worker: PoolWorker) -> bool:
+        if worker.condemned or self._silence(worker):
             return False
-        return not any(job.alone for job in seat.jobs.values())
+        return not any(job.alone for job in worker.jobs.values())
 
     def _all_alone(self, why: str) -> None:
         if not self.alone:
@@ -510,9 +519,9 @@ class Crew:
     def _waits_for_gateway(self, job: Assignment) -> bool:
         return job.attempts is None and self._recorder.awaits(job.session.session_id)
 
-    def _silence(self, seat: Seat) -> float:
+    def _silence(self, worker: PoolWorker) -> float:
         """Seconds without a message, or 0 while they are few."""
-        seconds = self._now() - seat.heard
+        seconds = self._now() - worker.heard
         if seconds <= SILENT_BEATS * BEAT_SECONDS + self._delay:
             return 0.0
         return seconds

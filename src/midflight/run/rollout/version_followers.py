@@ -1,9 +1,9 @@
 """The versions that engines serve, as several gateways know them. The gateway that hands versions
-over tells the others (`ServedNews`), and they follow it (`Follower`).
+over tells the others (`VersionFeed`), and they follow it (`VersionFollower`).
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
-| `Follower.run` | the owner's words | the next that says something else | a change of an engine there; the owner's next life |
+| `VersionFollower.run` | the messages of the owner | the next that differs | a change of an engine there; the owner's next life |
 
 The owner holds an engine, pauses it, commits, attests, and lets it go on. The others hear of each
 of these at once. Until they do they count with the version before: their admission is then stricter
@@ -55,7 +55,7 @@ class ShardRole:
     """
 
 
-class EngineWord(msgspec.Struct, frozen=True):
+class EngineVersion(msgspec.Struct, frozen=True):
     """The owner's message about an engine that has attested a version in this life of the owner."""
 
     version: Version
@@ -64,23 +64,23 @@ class EngineWord(msgspec.Struct, frozen=True):
     """The reason why the engine takes no requests of rollouts."""
 
 
-class ServedWord(msgspec.Struct, frozen=True):
+class FleetVersions(msgspec.Struct, frozen=True):
     """The owner's message about all engines at one moment. Engines of which it knows nothing yet
     are left out.
     """
 
     serial: str
     """The number of the moment; another life of the owner has other numbers."""
-    engines: dict[str, EngineWord]
+    engines: dict[str, EngineVersion]
 
 
-Ask = Callable[[str], Awaitable[ServedWord]]
+Ask = Callable[[str], Awaitable[FleetVersions]]
 """Waits for the owner's message after the one of that serial. Raises `PartLost` if the owner does
 not answer.
 """
 
 
-class ServedNews:
+class VersionFeed:
     """The owner's side. It has a new message after each change of an engine. It waits in `after`
     alone.
     """
@@ -92,21 +92,23 @@ class ServedNews:
         self._changed = asyncio.Event()
         fleet.on_any = self._told
 
-    def now(self) -> ServedWord:
+    def now(self) -> FleetVersions:
         served = self._fleet.served_version()
         said = {
-            state.name: _word(state, served) for state in self._fleet.states() if not state.is_new
+            state.name: _engine_version(state, served)
+            for state in self._fleet.states()
+            if not state.is_new
         }
-        return ServedWord(f"{self._life}-{self._count}", said)
+        return FleetVersions(f"{self._life}-{self._count}", said)
 
-    async def after(self, serial: str) -> ServedWord:
+    async def after(self, serial: str) -> FleetVersions:
         """Waits for a message with another serial; ended by a change of any engine, or by its
         caller.
         """
         while True:
-            word = self.now()
-            if word.serial != serial:
-                return word
+            said = self.now()
+            if said.serial != serial:
+                return said
             await self._changed.wait()
 
     def _told(self) -> None:
@@ -116,25 +118,25 @@ class ServedNews:
         changed.set()
 
 
-def _word(state: EngineState, served: Version) -> EngineWord:
+def _engine_version(state: EngineState, served: Version) -> EngineVersion:
     """An engine that keeps an older version for an evaluation counts as away, and answers no other
     requests: its tokens would be older than admission counts with.
     """
     away = None if state.error is None else f"{type(state.error).__name__}: {state.error}"
     if away is None and state.reserved and state.version < served:
         away = f"it keeps version {state.version} for an evaluation"
-    return EngineWord(state.version, bool(state.held_by), away)
+    return EngineVersion(state.version, bool(state.held_by), away)
 
 
-def served_route(news: ServedNews, *, token: str) -> BaseRoute:
-    """`GET /midflight/v1/served?after=SERIAL`. Waits for news, and for as long as the client
+def served_route(feed: VersionFeed, *, token: str) -> BaseRoute:
+    """`GET /midflight/v1/served?after=SERIAL`. Waits for a change, and for as long as the client
     does.
     """
 
     async def served(request: Request) -> Response:
         serial = request.query_params.get("after", "")
-        word = await with_client(request.receive, news.after(serial))
-        return json_answer(word)
+        said = await with_client(request.receive, feed.after(serial))
+        return json_answer(said)
 
     return route(f"{PREFIX}/served", served, token=token, method="GET")
 
@@ -148,16 +150,16 @@ class OwnerClient:
         self._url = url
         self._token = token
 
-    async def __call__(self, serial: str) -> ServedWord:
+    async def __call__(self, serial: str) -> FleetVersions:
         async with HttpClient(self._url, lost=PartLost, token=self._token) as http:
             answer = await http.call("GET", f"{PREFIX}/served?after={serial}")
         if answer.status != 200:
             said = answer.content[:200].decode(errors="replace")
             raise PartLost(f"the first gateway answered {answer.status}: {said}")
-        return msgspec.json.decode(answer.content, type=ServedWord)
+        return msgspec.json.decode(answer.content, type=FleetVersions)
 
 
-class Follower:
+class VersionFollower:
     """Lets the fleet of another gateway follow the owner's messages."""
 
     def __init__(self, fleet: Fleet, ask: Ask, *, answer_seconds: float) -> None:
@@ -167,7 +169,7 @@ class Follower:
         self._fleet = fleet
         self._ask = ask
         self._answer_seconds = answer_seconds
-        self._said: Mapping[str, EngineWord] = {}
+        self._said: Mapping[str, EngineVersion] = {}
         self._asked: set[str] = set()
         """Engines that were asked for their version and have not answered."""
 
@@ -176,13 +178,13 @@ class Follower:
         serial = ""
         while True:
             try:
-                word = await self._ask(serial)
+                said = await self._ask(serial)
             except PartLost:
                 self._let_go()
                 await asyncio.sleep(AGAIN_SECONDS)
                 continue
-            serial = word.serial
-            self.hear(word)
+            serial = said.serial
+            self.hear(said)
 
     def _let_go(self) -> None:
         """Releases the engines that an owner held when it was lost: one that it had paused goes on
@@ -192,17 +194,17 @@ class Follower:
             if OWNER in state.held_by:
                 self._fleet.release(state.name, OWNER)
 
-    def hear(self, word: ServedWord) -> None:
+    def hear(self, told: FleetVersions) -> None:
         """An engine that is out of quarantine there and in it here is let in by `rejoin`, which
         asks it first.
         """
-        self._said = {**self._said, **word.engines}
+        self._said = {**self._said, **told.engines}
         for state in self._fleet.states():
-            said = word.engines.get(state.name)
+            said = told.engines.get(state.name)
             if said is not None:
                 self._follow(state, said)
 
-    def _follow(self, state: EngineState, said: EngineWord) -> None:
+    def _follow(self, state: EngineState, said: EngineVersion) -> None:
         if said.away is not None:
             self._fleet.quarantine(state.name, EngineError(said.away))
         elif state.error is None and state.version != said.version:

@@ -9,8 +9,8 @@ import pytest
 from tests.gateway.generating import TOKENIZER
 
 from midflight.config.sections import Config, GatewaySection, RunSection
-from midflight.run.rollout.served import EngineWord, ServedWord, ShardRole
 from midflight.run.rollout.serving import Serving
+from midflight.run.rollout.version_followers import EngineVersion, FleetVersions, ShardRole
 from midflight.testing.scripted import ScriptedEngine
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import EngineHealth, Version
@@ -40,11 +40,11 @@ def serving_of(engines: Sequence[ScriptedEngine], role: ShardRole, *, stall_seco
     return Serving(config, TOKENIZER, engines, record=unheard, version=0, anonymous=False, role=role)
 
 
-async def owner(serial: str) -> ServedWord:
+async def owner(serial: str) -> FleetVersions:
     """Says once that the engine serves version 0."""
     if serial:
         await asyncio.Event().wait()
-    return ServedWord("1", {"e0": EngineWord(0)})
+    return FleetVersions("1", {"e0": EngineVersion(0)})
 
 
 def follow(engine: ScriptedEngine, *, seconds: float) -> str | None:
@@ -52,9 +52,9 @@ def follow(engine: ScriptedEngine, *, seconds: float) -> str | None:
 
     async def main() -> str | None:
         serving = serving_of([engine], ShardRole(1, owner, again=True))
-        assert serving.follower is not None
+        assert serving.version_follower is not None
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(part) for part in (serving.follower.run(), serving.rejoin.run())]
+            running = [tasks.create_task(part) for part in (serving.version_follower.run(), serving.rejoin.run())]
             await asyncio.sleep(seconds)
             (state,) = serving.fleet.states()
             for task in running:

@@ -3,21 +3,18 @@ run has ended.
 """
 
 import os
-import queue
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
 from midflight.config.sections import Config
 from midflight.observe.logs import PROCESS_VARIABLE
-from midflight.run.endpoint import TOKEN_VARIABLE
 from midflight.run.launcher.folder import LOGS
 from midflight.run.orphan_guard import guarded
+from midflight.run.places.process import child_environ
 from midflight.trackers.process import LAST_SECONDS, TrackerMessage
 
 ENDING_SECONDS = 60.0
@@ -28,9 +25,9 @@ that, and has a limit of its own.
 """
 
 
-class Tracking:
-    """Starts the process and ends it. It is synchronous: a thread reads the process's messages, and
-    `hear` passes them on in the thread that draws the terminal.
+class TrackerProcess:
+    """Starts the process and ends it. It is synchronous: `hear` reads the process's messages in the
+    thread that draws the terminal.
     """
 
     def __init__(self, config: Config, say: Callable[[str], None]) -> None:
@@ -41,7 +38,8 @@ class Tracking:
             {PROCESS_VARIABLE: "trackers"} if config.observe.log_format == "json" else {}
         )
         self._process: subprocess.Popen[bytes] | None = None
-        self._said: queue.SimpleQueue[TrackerMessage] = queue.SimpleQueue()
+        self._unread = b""
+        """The beginning of a message whose end has not come."""
         self._open: set[str] = set()
 
     def start(self) -> None:
@@ -51,49 +49,47 @@ class Tracking:
         log = self._folder / LOGS / "trackers.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         self._open = set(self._names)
+        self._unread = b""
         command = [sys.executable, "-m", "midflight.trackers.process", str(self._folder)]
-        environ = {**os.environ, **self._environ}
-        environ.pop(TOKEN_VARIABLE, None)
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
                 guarded(command, ask=None, seconds=ALONE_SECONDS),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
-                env=environ,
+                env=child_environ(self._environ),
                 start_new_session=True,  # Ctrl-C is the launcher's
             )
         assert self._process.stdout is not None
-        threading.Thread(
-            target=self._read, args=(self._process.stdout,), name="trackers", daemon=True
-        ).start()
-
-    def _read(self, out: IO[bytes]) -> None:
-        for line in out:
-            self._said.put(msgspec.json.decode(line, type=TrackerMessage))
+        os.set_blocking(self._process.stdout.fileno(), False)
 
     def hear(self) -> None:
         """Passes on the trackers' messages since the last call, or the news that their process
         died. None of this ends the run.
         """
-        status = None if self._process is None else self._process.poll()
-        if status and self._open:
-            self._say(
-                f"the process of the trackers ended with status {status}: "
-                f"{', '.join(sorted(self._open))} will lack what follows; metrics.jsonl has every "
-                f"number, and {self._folder / LOGS / 'trackers.log'} says why."
-            )
-            self._open.clear()
-        while not self._said.empty():
-            said = self._said.get()
+        process = self._process
+        if process is None:
+            return
+        assert process.stdout is not None
+        log = self._folder / LOGS / "trackers.log"
+        status = process.poll()
+        *lines, self._unread = (self._unread + (process.stdout.read() or b"")).split(b"\n")
+        for line in lines:
+            said = msgspec.json.decode(line, type=TrackerMessage)
             if said.error is None:
                 self._open.discard(said.tracker)
             else:
-                log = self._folder / LOGS / "trackers.log"
                 self._say(
                     f"tracker {said.tracker} {said.error}\nThe run goes on, and metrics.jsonl has "
                     f"every number; further errors of it are in {log} alone."
                 )
+        if status and self._open:
+            self._say(
+                f"the process of the trackers ended with status {status}: "
+                f"{', '.join(sorted(self._open))} will lack what follows; metrics.jsonl has every "
+                f"number, and {log} says why."
+            )
+            self._open.clear()
 
     def end(self, *, seconds: float) -> None:
         """Waits until every tracker has received everything, for `seconds` at most. Called when
@@ -106,6 +102,7 @@ class Tracking:
         process.stdin.close()
         try:
             process.wait(seconds)
+            self.hear()
         except subprocess.TimeoutExpired:
             self.hear()
             self._say(
@@ -114,7 +111,6 @@ class Tracking:
             )
         finally:
             self.drop()
-        self.hear()
 
     def drop(self) -> None:
         """Ends the process at once, as before a run begins again from nothing."""

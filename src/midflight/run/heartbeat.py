@@ -162,7 +162,7 @@ class Heartbeat:
 
     def start(self) -> None:
         """Beats from now on, until the process ends."""
-        threading.Thread(target=self._beat_on, name="heart", daemon=True).start()
+        threading.Thread(target=self._beat_on, name="heartbeat", daemon=True).start()
 
     def turn(self) -> None:
         """Notes that the running loop turns, now and every second until the loop ends."""

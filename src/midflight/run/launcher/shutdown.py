@@ -20,7 +20,7 @@ thread does not wake it, and is seen at the next look.
 """
 
 
-class Stop:
+class Shutdown:
     """Asks a command to end, from any thread. After the first request, the command ends in order.
     After the second, it no longer waits for its parts.
     """
@@ -47,7 +47,7 @@ class Stop:
                 cancel()
 
 
-def main_task(main: Coroutine[Any, Any, object], *, stop: Stop | None = None) -> int:
+def main_task(main: Coroutine[Any, Any, object], *, stop: Shutdown | None = None) -> int:
     """Runs `main` to its end and returns 0. A signal of `STOPS`, or `stop`, cancels it: then the
     return value is 130, 143 or 129. A second signal cuts short the waits of its end, so that parts
     are killed without waiting for them. `nohup` stays in force.
@@ -56,7 +56,7 @@ def main_task(main: Coroutine[Any, Any, object], *, stop: Stop | None = None) ->
     are. If an event loop runs already, as in a notebook, `main` runs in a thread of its own, and
     this thread waits for it. A `KeyboardInterrupt` during that wait counts as SIGINT.
     """
-    asked = stop or Stop()
+    asked = stop or Shutdown()
     if _loop_runs():
         return _in_thread(main, asked)
     return asyncio.run(_until_asked(main, asked))
@@ -70,7 +70,7 @@ def _loop_runs() -> bool:
     return True
 
 
-async def _until_asked(main: Coroutine[Any, Any, object], stop: Stop) -> int:
+async def _until_asked(main: Coroutine[Any, Any, object], stop: Shutdown) -> int:
     task = asyncio.current_task()
     loop = asyncio.get_running_loop()
     assert task is not None
@@ -96,7 +96,7 @@ async def _until_asked(main: Coroutine[Any, Any, object], stop: Stop) -> int:
     return 0
 
 
-def _in_thread(main: Coroutine[Any, Any, object], stop: Stop) -> int:
+def _in_thread(main: Coroutine[Any, Any, object], stop: Shutdown) -> int:
     """Waits for the end of `main`, and looks up now and then for signals."""
     ended: Future[int] = Future()
 
@@ -115,7 +115,7 @@ def _in_thread(main: Coroutine[Any, Any, object], stop: Stop) -> int:
 
 
 @contextmanager
-def _interrupts(stop: Stop) -> Generator[None]:
+def _interrupts(stop: Shutdown) -> Generator[None]:
     """Turns an interrupt, which would be an error, into a request for the end."""
     try:
         yield
