@@ -13,8 +13,7 @@ tokens.
 Every run is a `midflight train` of a file of `configs/` in a folder of its own below `--folder`.
 The same command again goes on where it was interrupted: a run that has finished is not made again,
 and one that had a checkpoint is resumed from it. They go one after the other, seed by seed, each
-with all cores. Table and picture are made of what lies in their folders, see
-`pretrained_report.py`.
+with all cores. Table and picture are made of what lies in their folders.
 """
 
 from __future__ import annotations
@@ -22,39 +21,37 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import resource
 import shlex
 import shutil
-import sys
 import tomllib
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-
-from pretrained_model import CALCULATOR, MODEL, ROOT, SMALL, SUMS, make_tiny, midflight  # noqa: E402
-from pretrained_report import (  # noqa: E402
+from harness.arguments import Arguments
+from harness.pretrained import CALCULATOR, MODEL, SMALL, SUMS, midflight, require_model
+from harness.processes import ROOT, ended_cpu_seconds
+from harness.report import Report
+from harness.run_tables import (
     UNTRAINED,
     USED,
     Outcome,
     Recipe,
     read_outcome,
-    report,
     shortfalls,
+    table_of,
     write_docs,
     write_picture,
 )
-from smoke import options_of  # noqa: E402
+from harness.runs import sets
 
-from midflight.archive.runs import RunCondition, differences, open_run  # noqa: E402
-from midflight.config import load_config  # noqa: E402
-from midflight.config.dump import as_toml  # noqa: E402
-from midflight.config.sections import Config  # noqa: E402
-from midflight.errors import MidflightError, NoRun  # noqa: E402
-from midflight.run.launcher.folder import can_go_on  # noqa: E402
+from midflight.archive.runs import RunCondition, differences, open_run
+from midflight.config import load_config
+from midflight.config.dump import as_toml
+from midflight.config.sections import Config
+from midflight.errors import MidflightError, NoRun
+from midflight.run.launcher.folder import can_go_on
 
 SCORE = re.compile(r"^\S+: (\d\.\d+) \(", re.MULTILINE)
 """As `midflight evaluate` prints it."""
@@ -87,8 +84,9 @@ TABLES = {
             promised=0.2,
         ),
     ),
-    "ages": tuple(
-        age(max_staleness, panel) for panel in (CORRECTED, UNCORRECTED) for max_staleness in AGES
+    "ages": (
+        *(age(max_staleness, CORRECTED) for max_staleness in AGES),
+        *(age(max_staleness, UNCORRECTED) for max_staleness in AGES),
     ),
 }
 
@@ -107,7 +105,7 @@ class PlannedRun:
     @property
     def overrides(self) -> list[str]:
         """Words of a command line."""
-        return [word for setting in self.settings for word in ("--set", setting)]
+        return sets(self.settings)
 
     def __str__(self) -> str:
         return f"{self.recipe.name}, seed {self.seed}"
@@ -115,72 +113,69 @@ class PlannedRun:
 
 def main() -> None:
     options = _options()
+    report = Report(options)
     try:
-        if options.smoke:
-            make_tiny(options.model)
         planned = _planned(options)
         missing = [run for run in planned if not _is_finished(run)]
-        if missing and not options.model.exists():
-            raise SystemExit(
-                f"there is no model in {options.model}: midflight fetch-model smollm2-135m "
-                f"{options.model}"
-            )
+        if missing:
+            require_model(options.model, makes_tiny=options.smoke)
         for number, run in enumerate(missing, start=1):
-            print(f"\n{number}/{len(missing)} {run}, in {run.folder}", flush=True)
+            report.say(f"\n{number}/{len(missing)} {run}, in {run.folder}")
             _make(run, options.model)
-            print(read_outcome(run.recipe, run.seed, run.folder).line, flush=True)
+            report.say(read_outcome(run.recipe, run.seed, run.folder).line)
     except MidflightError as error:
         raise SystemExit(str(error)) from None
     outcomes = [read_outcome(run.recipe, run.seed, run.folder) for run in planned]
-    _show(outcomes, options)
+    _show(outcomes, options, report)
+    report.close()
 
 
-def _show(outcomes: Sequence[Outcome], options: argparse.Namespace) -> None:
+def _show(outcomes: Sequence[Outcome], options: argparse.Namespace, report: Report) -> None:
     picture = options.folder / f"{options.table}.svg"
     write_picture(outcomes, picture)
-    print(f"\n{report(outcomes)}\n\npicture: {picture}")
+    report.say(f"\n{table_of(outcomes)}\n\npicture: {picture}")
     if options.write_docs:
         write_docs(options.table, outcomes, ROOT / "docs")
-    if options.check and (short := shortfalls(outcomes)):
+    short = shortfalls(outcomes) if options.check else []
+    if short:
         raise SystemExit("\n".join(short))
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--table", choices=TABLES, default="tasks", help="which runs")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="rows of the table")
-    parser.add_argument("--model", type=Path, default=MODEL, help="a model folder, or a GGUF file")
-    parser.add_argument("--folder", type=Path, default=Path("runs/pretrained"))
-    parser.add_argument("--set", nargs="+", default=[], metavar="OPTION", help="of every run")
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="ends with status 1 where a task's score rises by less than is promised",
-    )
-    parser.add_argument(
-        "--write-docs", action="store_true", help="puts table and picture into docs/"
-    )
     smoke = Path("runs/smoke/pretrained")
-    options = options_of(parser, model=smoke / "model", folder=smoke, set=list(SMALL))
-    options.model, options.folder = options.model.absolute(), options.folder.absolute()
+    arguments = Arguments(__doc__)
+    arguments.option("--table", "tasks", choices=TABLES, help="which runs")
+    arguments.option("--seeds", [0])
+    arguments.option("--only", [], metavar="NAME", help="rows of the table")
+    arguments.option("--model", MODEL, smoke=smoke / "model", help="a model folder, or a GGUF file")
+    arguments.option("--folder", Path("runs/pretrained"), smoke=smoke)
+    arguments.option("--set", [], smoke=[*SMALL], metavar="OPTION", help="of every run")
+    arguments.option(
+        "--check",
+        False,
+        help="end with status 1 where a task's score rises by less than is promised",
+    )
+    arguments.option("--write-docs", False, help="put table and picture into docs/")
+    options = arguments.parse()
+    options.model = options.model.absolute()
+    options.folder = options.folder.absolute()
     return options
 
 
 def _planned(options: argparse.Namespace) -> list[PlannedRun]:
     """Seed by seed, so that a table with all its rows is there early."""
     recipes = {recipe.name: recipe for recipe in TABLES[options.table]}
-    if unknown := [name for name in options.only if name not in recipes]:
-        raise SystemExit(
-            f"there is no {unknown[0]!r} in the table of {options.table}; there are "
-            f"{', '.join(recipes)}."
-        )
-    chosen = [
-        recipe for name, recipe in recipes.items() if not options.only or name in options.only
-    ]
-    return [_with_seed(recipe, seed, options) for seed in options.seeds for recipe in chosen]
+    for name in options.only:
+        if name not in recipes:
+            raise SystemExit(
+                f"there is no {name!r} in the table of {options.table}; there are "
+                f"{', '.join(recipes)}."
+            )
+    planned: list[PlannedRun] = []
+    for seed in options.seeds:
+        for name in options.only or recipes:
+            planned.append(_with_seed(recipes[name], seed, options))
+    return planned
 
 
 def _with_seed(recipe: Recipe, seed: int, options: argparse.Namespace) -> PlannedRun:
@@ -206,8 +201,7 @@ def _is_finished(run: PlannedRun) -> bool:
         return False
     there = open_run(run.folder).config()
     wanted = tomllib.loads(as_toml(run.config))
-    if other := differences([there, wanted]):
-        name, (was, asked) = next(iter(other.items()))
+    for name, (was, asked) in differences([there, wanted]).items():
         raise SystemExit(
             f"{run.folder} holds a finished run with {name} = {was}, and {asked} is asked for: "
             "move it away, or choose another --folder."
@@ -267,20 +261,14 @@ def _processor_time(place: Path) -> Generator[None]:
     """Adds to what the file says the processor time of the processes that are started within it and
     end.
     """
-    began = _children_seconds()
+    began = ended_cpu_seconds()
     try:
         yield
     finally:
         before = json.loads(place.read_text())["cpu_seconds"] if place.exists() else 0.0
+        used = round(before + ended_cpu_seconds() - began, 1)
         if place.parent.is_dir():
-            place.write_text(
-                json.dumps({"cpu_seconds": round(before + _children_seconds() - began, 1)}) + "\n"
-            )
-
-
-def _children_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+            place.write_text(json.dumps({"cpu_seconds": used}) + "\n")
 
 
 if __name__ == "__main__":

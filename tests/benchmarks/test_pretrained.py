@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(300)
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from pretrained_report import Outcome, Recipe, report, shortfalls, write_docs  # noqa: E402
+from harness.run_tables import Outcome, Recipe, shortfalls, table_of, write_docs  # noqa: E402
 
 from midflight.observe.history import read_journal  # noqa: E402
 
@@ -92,14 +92,14 @@ def outcome(seed: int, before: float, after: float, *, promised: float | None = 
 
 
 def test_the_table_has_the_mean_of_the_seeds_and_its_standard_error() -> None:
-    row = report([outcome(0, 0.1, 0.4), outcome(1, 0.1, 0.6)]).splitlines()[-1]
+    row = table_of([outcome(0, 0.1, 0.4), outcome(1, 0.1, 0.6)]).splitlines()[-1]
     # The mean of 0.4 and 0.6 is 0.5; their standard deviation 0.1414, over the root of 2: 0.1.
     assert row.startswith("| sums | 2 | 0.100 ± 0.000 | **0.500 ± 0.100** | 0.400 ± 0.100 | 1.5 ± 0.0 | 2.0 ± 0.0 |")
     assert "| 20 of 200 |" in row
 
 
 def test_a_score_before_the_warm_start_has_a_column_of_its_own() -> None:
-    head, _, row = report([outcome(0, 0.3, 0.6, untrained=0.05)]).splitlines()
+    head, _, row = table_of([outcome(0, 0.3, 0.6, untrained=0.05)]).splitlines()
     assert head.startswith("| run | seeds | before the warm start | held out before |") and row.startswith("| sums | 1 | 0.050 | 0.300 |")
 
 
