@@ -33,6 +33,7 @@ from harness.runs import DEMO, SMALL, train_command, training, wait_for_step
 HELP_SECONDS = 0.3
 LINE_SECONDS = 2.0
 STEP_SECONDS = 10.0
+CHILD = "midflight.run.launcher.child"
 COMPUTES = {"trainer", "engine"}
 """Processes that may have torch."""
 
@@ -108,7 +109,7 @@ def look_for_torch(launcher: int, torch: dict[str, bool]) -> None:
             continue  # it has not begun, or is git, which is asked for the commit
         name = "launcher"
         if pid != launcher:
-            name = words[3] if words[2] == "midflight.run.launcher.child" else words[-2]
+            name = words[3] if words[2] == CHILD else words[-2].rpartition(".")[2]
         try:
             has_torch = "libtorch" in Path(f"/proc/{pid}/maps").read_text()
         except OSError:
