@@ -53,6 +53,7 @@ from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.engines.embedded.prefixes import PrefixRoom
 from midflight.models import plain
 from midflight.models.caches import cache_name
+from midflight.models.sizes import FAMILIES
 
 CONTEXT = 256
 LONG_CONTEXT = 4096
@@ -66,7 +67,7 @@ Side = Callable[[Prompts, int], int]
 
 
 def engine_side(hidden: int, *, running: int, modules: bool) -> Side:
-    families = frozenset[str]() if modules else plain.FAMILIES
+    families = frozenset[str]() if modules else FAMILIES
     with patch.object(plain, "FAMILIES", families):
         served = embedded_engine(
             small_model(hidden), running=running, context=CONTEXT, max_batch_tokens=4096
@@ -203,7 +204,7 @@ FIGURES = {"bare": "transformers", "products": "its matrix products alone"}
 def decoding(options: argparse.Namespace, report: Report) -> None:
     names = [*options.sides, *(["vllm"] if options.vllm_python else [])]
     others = [name for name in names if name != "plain"]
-    report.say("tokens/s of wall time (of CPU time)\n")
+    report.say("tokens/s of wall time (of CPU time)")
     ratios = [f"plain / {name}" for name in others]
     table = report.table("requests", "threads", *names, *ratios)
     for threads in options.threads:

@@ -370,7 +370,7 @@ def shards(options: argparse.Namespace, report: Report) -> None:
                 gateways[:number], options.connections // number, options.seconds
             )
         found = alternate(deeds, rounds=options.rounds)
-    report.say(f"{options.connections} connections, {os.cpu_count()} cores\n")
+    report.say(f"{options.connections} connections, {os.cpu_count()} cores")
     table = report.table(
         *("gateways", "requests/s", "CPU of a request, in its gateway"),
         "so at most, each on a core of its own",

@@ -65,7 +65,7 @@ def main() -> None:
         return
     report = Report(options)
     name = torch.cuda.get_device_name() if uses_gpu else "the CPU"
-    report.say(f"{name}, torch {torch.__version__}\n")
+    report.say(f"{name}, torch {torch.__version__}")
     table = report.table("what", "found")
     with tempfile.TemporaryDirectory() as scratch:
         folder = made(Path(scratch), options)

@@ -118,7 +118,6 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="midflight-", dir=options.folder) as folder:
             samples += asyncio.run(measured(kind, options, Path(folder)))
     print_requests(samples, report)
-    report.say("")
     print_way(samples, report)
     report.keep("samples", [asdict(sample) for sample in samples])
     report.close()

@@ -70,7 +70,7 @@ from harness.models import (
     versions_of,
 )
 from harness.report import Report
-from harness.rounds import turns
+from harness.rounds import timed, turns
 from harness.runs import DEMO, SMALL, journal, train, train_command
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -106,7 +106,7 @@ def keys(options: argparse.Namespace, report: Report) -> None:
     batches = source_batches()
     losses = train_on_bytes(model, batches, rate=PRETRAIN_RATE, steps=options.pretrain)
     start = deepcopy(model.state_dict())
-    report.say(f"loss {losses[-1]:.2f} nats per byte after {options.pretrain} steps\n")
+    report.say(f"loss {losses[-1]:.2f} nats per byte after {options.pretrain} steps")
     table = report.table("rate", "mode", "age", *DISTANCES, "max", "one version")
     for rate in options.rates:
         model.load_state_dict(start)
@@ -272,7 +272,7 @@ def routing(options: argparse.Namespace, report: Report) -> None:
     prompts = source_prompts(batches, number=options.answers, length=PROMPT_TOKENS)
     report.say(
         f"loss {losses[-1]:.2f} nats per byte after {options.pretrain} steps; 32 experts in each "
-        "of 4 layers, 4 for each token\n"
+        "of 4 layers, 4 for each token"
     )
     table = report.table(
         *("engine", "replay", "other experts", "mean", "max", "k3", "bytes", "seconds")
@@ -459,12 +459,8 @@ def mask_cells(plain: SamplingBatch, hidden: Tensor, weight: Tensor, *, rounds: 
 
 def shortest(deed: Callable[[], T], rounds: int) -> tuple[T, float]:
     """The result, and the CPU seconds of the quickest round, which other programs disturb least."""
-    taken: list[float] = []
-    for _ in range(rounds):
-        began = time.process_time()
-        result = deed()
-        taken.append(time.process_time() - began)
-    return result, min(taken)  # pyright: ignore[reportPossiblyUnbound]
+    found = [timed(deed) for _ in range(rounds)]
+    return found[0][0], min(cost.cpu for _, cost in found)
 
 
 # --- Deterministic kernels ------------------------------------------------------------------------
@@ -478,7 +474,7 @@ def deterministic(options: argparse.Namespace, report: Report) -> None:
     for switch, _ in turns((False, True) if can else (False,), rounds=options.rounds):
         found[switch].append(readings_of_run(options, switch))
     report.say(
-        f"{options.engine} on {options.device}, {options.steps} steps, median of {options.rounds}\n"
+        f"{options.engine} on {options.device}, {options.steps} steps, median of {options.rounds}"
     )
     table = report.table("engine.deterministic", "mean", "max", "k3", "tokens/s")
     for switch, rows in found.items():

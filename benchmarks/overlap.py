@@ -140,7 +140,7 @@ def print_overlap(options: argparse.Namespace, found: Runs, report: Report) -> N
         f"\ndelay: log-normal, median {options.delay:g} s, sigma {options.sigma:g}; "
         f"{rollout.groups_per_step} groups of {rollout.group_size} a step, max_staleness "
         f"{rollout.max_staleness} (0), max_in_flight {rollout.max_in_flight}; medians of "
-        f"{options.rounds} rounds\n"
+        f"{options.rounds} rounds"
     )
     processes: set[str] = set()
     for runs in found.values():

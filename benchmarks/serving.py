@@ -180,7 +180,7 @@ async def answered(
 async def print_rates(
     servers: dict[str, Server], options: argparse.Namespace, report: Report
 ) -> None:
-    report.say("tokens/s of wall time (of the server's CPU time)\n")
+    report.say("tokens/s of wall time (of the server's CPU time)")
     others = [name for name in servers if name != "midflight"]
     table = report.table("requests", *servers, *(f"midflight / {name}" for name in others))
     limit = aiohttp.ClientTimeout(total=PATIENCE_SECONDS)

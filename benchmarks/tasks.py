@@ -47,7 +47,7 @@ def rows(options: argparse.Namespace, report: Report) -> None:
         os.environ["HF_DATASETS_CACHE"] = f"{folder}/cache"
         path = write_rows(Path(folder), options.rows, options.format)
         size = path.stat().st_size / 2**20
-        report.say(f"{options.rows:,} rows, {size:.0f} MB of {options.format}\n")
+        report.say(f"{options.rows:,} rows, {size:.0f} MB of {options.format}")
         report.table("after", "CPU", "resident")
         for heldout in (0, 256):
             apart(print_source, path, heldout)
@@ -199,7 +199,7 @@ def begin(stream: SeededStream) -> tuple[GroupKey, int]:
 def curriculum(options: argparse.Namespace, report: Report) -> None:
     report.say(
         f"rollouts until a mean reward of {options.reward:g} on the possible two thirds of "
-        f"{options.tasks} tasks, {options.seeds} seeds\n"
+        f"{options.tasks} tasks, {options.seeds} seeds"
     )
     table = report.table("curriculum", "rollouts", "range", "in turn / so")
     first = 0.0

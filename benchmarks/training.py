@@ -192,7 +192,6 @@ def step(options: argparse.Namespace, report: Report) -> None:
     found: dict[str, dict[str, StepCost]] = {}
     for shape in shapes:
         found[shape.name] = step_costs(options, shape, report)
-    report.say("")
     table = report.table(
         *("step", "side", "tokens", "s (CPU)", "tokens/s", "memory"),
         *("trl's / this: s (CPU)", "this / trl's: memory"),
@@ -364,7 +363,6 @@ def run_race(options: argparse.Namespace, name: str) -> list[dict[str, Found]]:
 
 
 def print_race(name: str, rounds: list[dict[str, Found]], report: Report) -> None:
-    report.say("")
     table = report.table(
         f"{name}: to a mean reward of {RACES[name].target}",
         *("seconds (spread)", "steps", "s/step", "CPU s/step", "memory"),
@@ -479,7 +477,7 @@ def early(options: argparse.Namespace, report: Report) -> None:
     plain = median_of(found[0], lambda taken: taken.cpu)
     report.say(
         f"\n{options.early_groups} groups of {GROUP} answers of {options.early_answer} tokens: "
-        f"{plain:.2f} s of CPU with nothing begun\n"
+        f"{plain:.2f} s of CPU with nothing begun"
     )
     table = report.table("begun", "CPU", "left")
     for begun in parts[1:]:

@@ -101,7 +101,7 @@ def deltas(options: argparse.Namespace, report: Report) -> None:
     parameters = sum(tensor.numel() for tensor in named_tensors(model).values())
     report.say(
         f"{parameters / 1e6:.1f} million parameters, loss {losses[-1]:.2f} after "
-        f"{options.pretrain} steps\n"
+        f"{options.pretrain} steps"
     )
     table = report.table(
         *("served", "rate", "changed", "bytes", "encode MB/s", "x copy", "apply MB/s", "x copy"),
@@ -292,7 +292,7 @@ Engines = list["subprocess.Popen[str]"]
 
 
 def pull(options: argparse.Namespace, report: Report) -> None:
-    report.say(f"{options.megabytes} MB, medians of {options.rounds}\n")
+    report.say(f"{options.megabytes} MB, medians of {options.rounds}")
     table = report.table(
         *("machines x engines", "trainer waits", "an engine", "all", "CPU an engine"),
         *("of the trainer", "MB an engine", "MB of the trainer"),

@@ -90,7 +90,7 @@ def looks(options: argparse.Namespace, report: Report) -> bool:
         seconds = taken_ms(lambda: index_words(folder)) / 1000
         size = WordIndex(folder).path.stat().st_size / 1e6
         report.say(f"words indexed in {seconds:.1f} s, {size:.0f} MB")
-        report.say(f"the first look of a process: {first:.1f} ms (at most {FIRST_MS:.0f})\n")
+        report.say(f"the first look of a process: {first:.1f} ms (at most {FIRST_MS:.0f})")
         table = report.table("look", "ms", "largest", "at most")
         good = first <= FIRST_MS
         for name, look in looks_of(folder).items():

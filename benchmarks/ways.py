@@ -244,7 +244,6 @@ def main() -> None:
             rows.append(outcome.cells)
             if options.keep is None:
                 shutil.rmtree(folder)  # gigabytes
-    report.say("")
     table = report.table("way", "wall", "CPU", "gap", "moved", "memory")
     for cells in rows:
         table.row(*cells)

@@ -61,8 +61,8 @@ def running(
     """
     output = subprocess.DEVNULL if log is None else log
     words = [str(part) for part in command]
-    settings = {"stdout": output, "stderr": output, "start_new_session": True, **more}
-    process = subprocess.Popen(words, env=dict(environ or environment()), **settings)
+    settings: dict[str, Any] = {"stdout": output, "stderr": output, "start_new_session": True}
+    process = subprocess.Popen(words, env=dict(environ or environment()), **(settings | more))
     try:
         yield process
     finally:
@@ -88,8 +88,8 @@ def output_of(
 ) -> str:
     """What a command prints. `SystemExit` with its last errors where it fails."""
     words = [str(part) for part in command]
-    settings = {"capture_output": True, "text": True, **more}
-    done = subprocess.run(words, env=dict(environ or environment()), **settings)
+    environ = dict(environ or environment())
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, **more)
     if done.returncode:
         shown = " ".join(words[:4])
         raise SystemExit(f"{shown} ended with {done.returncode}:\n{done.stderr[-3000:]}")

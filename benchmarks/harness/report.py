@@ -21,7 +21,7 @@ class Report:
     def __init__(self, options: argparse.Namespace) -> None:
         self._file: Path | None = options.json
         self._found: dict[str, Any] = {"machine": machine(), "tables": [], "figures": {}}
-        print(f"{self._found['machine']}\n", flush=True)
+        print(self._found["machine"], flush=True)
 
     def table(self, *headings: str) -> Table:
         """Begins a table."""
@@ -51,7 +51,7 @@ class Table:
     def __init__(self, headings: Sequence[str], rows: list[list[str]]) -> None:
         self._width = len(headings)
         self._rows = rows
-        print(f"| {' | '.join(headings)} |")
+        print(f"\n| {' | '.join(headings)} |")
         print("|---" * self._width + "|", flush=True)
 
     def row(self, *cells: object) -> None:
