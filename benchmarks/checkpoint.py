@@ -82,8 +82,13 @@ class Saved:
 
 def save(options: argparse.Namespace, report: Report) -> None:
     table = report.table(
-        *("model", "MB", "held by the whole save", "held by the copy", "ratio"),
-        *("write beside the steps", "stall"),
+        "model",
+        "MB",
+        "held by the whole save",
+        "held by the copy",
+        "ratio",
+        "write beside the steps",
+        "stall",
     )
     for name in options.models:
         trainer = trainer_with_moments(*SIZES[name])

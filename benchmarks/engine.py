@@ -202,7 +202,9 @@ FIGURES = {"bare": "transformers", "products": "its matrix products alone"}
 
 
 def decoding(options: argparse.Namespace, report: Report) -> None:
-    names = [*options.sides, *(["vllm"] if options.vllm_python else [])]
+    names = [*options.sides]
+    if options.vllm_python:
+        names.append("vllm")
     others = [name for name in names if name != "plain"]
     report.say("tokens/s of wall time (of CPU time)")
     ratios = [f"plain / {name}" for name in others]

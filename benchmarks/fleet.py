@@ -162,8 +162,13 @@ async def idle_share(engines: int, *, beside: int, max_paused: int, seconds: flo
 
 def print_table(options: argparse.Namespace, report: Report) -> None:
     table = report.table(
-        *("engines", "us a request", f"of {options.engines[0]} engine"),
-        *("handover, CPU ms an engine", "handover, virtual s", "versions", "idle"),
+        "engines",
+        "us a request",
+        f"of {options.engines[0]} engine",
+        "handover, CPU ms an engine",
+        "handover, virtual s",
+        "versions",
+        "idle",
     )
     first = 0.0
     beside: int = options.beside

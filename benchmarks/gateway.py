@@ -132,11 +132,9 @@ def midflight(stack: ExitStack, engine: Server) -> Server:
 def peers(stack: ExitStack, venv: Path, upstream: Server) -> Iterator[Server]:
     """The proxies of other people."""
     port = free_port()
-    router = [
-        *(venv / "bin/python", "-m", "sglang_router.launch_router"),
-        *("--host", "127.0.0.1", "--port", port, "--prometheus-port", free_port()),
-        *("--worker-urls", f"http://127.0.0.1:{upstream.port}"),
-    ]
+    router = [venv / "bin/python", "-m", "sglang_router.launch_router"]
+    router += ["--host", "127.0.0.1", "--port", port, "--prometheus-port", free_port()]
+    router += ["--worker-urls", f"http://127.0.0.1:{upstream.port}"]
     process = stack.enter_context(running(router))
     wait_for(port, process)
     yield Server("sglang-router", port, process)
@@ -179,8 +177,15 @@ def print_servers(
 
     direct = median(sides[0], "1", "p50_ms")
     table = report.table(
-        *("side", "p50 at 1, ms", "added, ms", "rps at 32", "p99, ms", "CPU us/req"),
-        *("streamed tok/s", "CPU us/tok", "MB"),
+        "side",
+        "p50 at 1, ms",
+        "added, ms",
+        "rps at 32",
+        "p99, ms",
+        "CPU us/req",
+        "streamed tok/s",
+        "CPU us/tok",
+        "MB",
     )
     for server in sides:
         p50 = median(server, "1", "p50_ms")
@@ -215,7 +220,7 @@ def pauses(options: argparse.Namespace, report: Report) -> None:
     with ExitStack() as stack:
         server = midflight(stack, started(stack, "engine", options.step_us))
         table = report.table(
-            *("clients that wait", "pause, s", "first answer, ms", "last, ms", "no pause, ms")
+            "clients that wait", "pause, s", "first answer, ms", "last, ms", "no pause, ms"
         )
         for clients in (1, STREAMS):
             for seconds in options.pauses:
@@ -337,7 +342,10 @@ def streams(options: argparse.Namespace, report: Report) -> None:
         deeds[rest] = lambda rest=rest: streamed(rest, options.seconds)
     found = alternate(deeds, rounds=options.rounds)
     table = report.table(
-        *("step every, us", "engine at most, tokens/s", "tokens/s", "tokens a message"),
+        "step every, us",
+        "engine at most, tokens/s",
+        "tokens/s",
+        "tokens a message",
         "CPU us a token",
     )
     fastest = 0.0
@@ -372,7 +380,9 @@ def shards(options: argparse.Namespace, report: Report) -> None:
         found = alternate(deeds, rounds=options.rounds)
     report.say(f"{options.connections} connections, {os.cpu_count()} cores")
     table = report.table(
-        *("gateways", "requests/s", "CPU of a request, in its gateway"),
+        "gateways",
+        "requests/s",
+        "CPU of a request, in its gateway",
         "so at most, each on a core of its own",
     )
     for number, results in found.items():

@@ -294,8 +294,13 @@ def by_way(samples: Sequence[Sample]) -> list[list[Sample]]:
 def print_requests(samples: Sequence[Sample], report: Report) -> None:
     """What requests see."""
     table = report.table(
-        *("engine", "way", "normal gap", "largest gap before", "at the change"),
-        *("pause (of rounds)", "reload's / this"),
+        "engine",
+        "way",
+        "normal gap",
+        "largest gap before",
+        "at the change",
+        "pause (of rounds)",
+        "reload's / this",
     )
     for row in by_way(samples):
         pauses = [1e3 * sample.pause for sample in row]
@@ -313,8 +318,17 @@ def print_requests(samples: Sequence[Sample], report: Report) -> None:
 def print_way(samples: Sequence[Sample], report: Report) -> None:
     """What the trainer waits, and what the way takes."""
     table = report.table(
-        *("engine", "way", "MB", "trainer waits (CPU)", "plain copies", "stage"),
-        *("of copy bandwidth", "change", "total (CPU)", "reload's / this: wait", "total"),
+        "engine",
+        "way",
+        "MB",
+        "trainer waits (CPU)",
+        "plain copies",
+        "stage",
+        "of copy bandwidth",
+        "change",
+        "total (CPU)",
+        "reload's / this: wait",
+        "total",
     )
     for row in by_way(samples):
         stage = ""

@@ -151,6 +151,7 @@ def main() -> None:
     runs = grouped(read_results(results, steps=options.steps))
     shown = f"{table_of(runs)}\n\n" + "\n".join(check(runs))
     report.say(f"\n{shown}")
+    report.keep("table", shown)
     if options.write_docs:
         page = ROOT / "docs" / "benchmarks.md"
         replace_between(page, "learning", f"![Reward over wall time]({PICTURE})\n\n{shown}")

@@ -275,7 +275,7 @@ def routing(options: argparse.Namespace, report: Report) -> None:
         "of 4 layers, 4 for each token"
     )
     table = report.table(
-        *("engine", "replay", "other experts", "mean", "max", "k3", "bytes", "seconds")
+        "engine", "replay", "other experts", "mean", "max", "k3", "bytes", "seconds"
     )
     for dtype in (torch.bfloat16, torch.float32):
         sampled = sample_mixture(with_weights(weights, dtype), prompts, num_tokens=options.tokens)
@@ -395,9 +395,15 @@ def masks(options: argparse.Namespace, report: Report) -> None:
     torch.set_num_threads(1)
     hidden, weight = output_layer(options.vocabulary, options.rows)
     table = report.table(
-        *("truncation", "ids kept, mean (most)", "bytes a token, mean (most)"),
-        *("sampling ms a step", "with records", "scores and gradient ms", "over the sets"),
-        *("largest difference, nats", "without the sets"),
+        "truncation",
+        "ids kept, mean (most)",
+        "bytes a token, mean (most)",
+        "sampling ms a step",
+        "with records",
+        "scores and gradient ms",
+        "over the sets",
+        "largest difference, nats",
+        "without the sets",
     )
     for name, top_p, top_k, min_p in CASES:
         plain = SamplingBatch(

@@ -148,7 +148,10 @@ def print_overlap(options: argparse.Namespace, found: Runs, report: Report) -> N
             processes |= run.cpu.keys()
     names = sorted(processes)
     table = report.table(
-        *("run", "steps", "samples/s (spread)", "s/step"),
+        "run",
+        "steps",
+        "samples/s (spread)",
+        "s/step",
         *(f"CPU s/step: {name}" for name in names),
         "all",
     )
@@ -254,8 +257,13 @@ def lend(options: argparse.Namespace, report: Report) -> None:
     found = alternate(deeds, rounds=options.rounds)
     alone = [run.samples_per_second for run in found["one engine"]]
     table = report.table(
-        *("run", "samples a second", "of one engine, round by round", "trainer waits, s a step"),
-        *("CPU s a step: trainer", "engines", "all"),
+        "run",
+        "samples a second",
+        "of one engine, round by round",
+        "trainer waits, s a step",
+        "CPU s a step: trainer",
+        "engines",
+        "all",
     )
     for name, runs in found.items():
         rates = [run.samples_per_second for run in runs]
@@ -360,7 +368,9 @@ async def virtual_seconds(more: tuple[str, ...], step_seconds: float, steps: int
 def devices(options: argparse.Namespace, report: Report) -> None:
     steps = LEND_WARMUP + options.lend_steps
     table = report.table(
-        *("a step of the trainer takes", "one engine: a batch in", "with one that is lent"),
+        "a step of the trainer takes",
+        "one engine: a batch in",
+        "with one that is lent",
         "with two engines",
     )
     for step_seconds in (1.0, 2.0, 4.0):

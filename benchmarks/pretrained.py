@@ -133,7 +133,9 @@ def main() -> None:
 def _show(outcomes: Sequence[Outcome], options: argparse.Namespace, report: Report) -> None:
     picture = options.folder / f"{options.table}.svg"
     write_picture(outcomes, picture)
-    report.say(f"\n{table_of(outcomes)}\n\npicture: {picture}")
+    table = table_of(outcomes)
+    report.say(f"\n{table}\n\npicture: {picture}")
+    report.keep("table", table)
     if options.write_docs:
         write_docs(options.table, outcomes, ROOT / "docs")
     short = shortfalls(outcomes) if options.check else []

@@ -29,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -47,6 +47,7 @@ from harness.processes import (
 )
 from harness.report import Report
 from harness.rounds import Cost, median_of, turns
+from harness.runs import sets
 
 from midflight.models.sizes import sizes_of
 from midflight.text.tokenizer import Tokenizer
@@ -59,7 +60,7 @@ class Server:
 
     def __init__(
         self,
-        command: list[str],
+        command: Sequence[object],
         *,
         port: int,
         environ: dict[str, str],
@@ -72,7 +73,9 @@ class Server:
         place = stack.enter_context(tempfile.TemporaryDirectory(prefix="midflight-"))
         self._log = Path(place) / "log"
         log = stack.enter_context(self._log.open("w"))
-        self._child = subprocess.Popen(command, stdout=log, stderr=log, env=environ)
+        self._child = subprocess.Popen(
+            [str(word) for word in command], stdout=log, stderr=log, env=environ
+        )
         stack.callback(end, self._child)
 
     async def ready(self, session: aiohttp.ClientSession) -> None:
@@ -110,25 +113,21 @@ class Server:
 
 def midflight(folder: Path, options: argparse.Namespace, stack: ExitStack) -> Server:
     port = free_port()
-    command = [
-        *(sys.executable, "-m", "midflight", "serve", "--model", folder, "--port", port),
-        *("--max-context", CONTEXT, "--max-running", max(options.running)),
-        *("--set", f"engine.threads={options.threads}", "--set", "engine.prefix_mb=0"),
-    ]
+    command = [sys.executable, "-m", "midflight", "serve", "--model", folder, "--port", port]
+    command += ["--max-context", CONTEXT, "--max-running", max(options.running)]
+    command += sets([f"engine.threads={options.threads}", "engine.prefix_mb=0"])
     environ = environment(threads=options.threads)
-    return Server([str(word) for word in command], port=port, environ=environ, stack=stack)
+    return Server(command, port=port, environ=environ, stack=stack)
 
 
 def vllm(folder: Path, options: argparse.Namespace, stack: ExitStack) -> Server:
     port = free_port()
     python = options.vllm_python.absolute()
-    command = [
-        *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", folder),
-        *("--served-model-name", "policy", "--host", "127.0.0.1", "--port", port),
-        *("--dtype", "float32", "--max-model-len", CONTEXT),
-        *("--max-num-seqs", max(options.running), "--no-enable-prefix-caching"),
-        "--disable-uvicorn-access-log",
-    ]
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
+    command += ["--served-model-name", "policy", "--host", "127.0.0.1", "--port", port]
+    command += ["--dtype", "float32", "--max-model-len", CONTEXT]
+    command += ["--max-num-seqs", max(options.running), "--no-enable-prefix-caching"]
+    command += ["--disable-uvicorn-access-log"]
     environ = environment(
         threads=options.threads,
         VLLM_CPU_KVCACHE_SPACE="1",
@@ -136,18 +135,16 @@ def vllm(folder: Path, options: argparse.Namespace, stack: ExitStack) -> Server:
         PATH=f"{python.parent}:/usr/bin:/bin",
         PYTHONPATH="",
     )
-    return Server([str(word) for word in command], port=port, environ=environ, stack=stack)
+    return Server(command, port=port, environ=environ, stack=stack)
 
 
 def llama(gguf: Path, folder: Path, options: argparse.Namespace, stack: ExitStack) -> Server:
     port = free_port()
-    command = [
-        *(options.llama_python.absolute(), "-m", "llama_cpp.server", "--model", gguf),
-        *("--host", "127.0.0.1", "--port", port, "--n_ctx", CONTEXT),
-        *("--n_threads", options.threads, "--n_threads_batch", options.threads),
-    ]
+    command = [options.llama_python.absolute(), "-m", "llama_cpp.server", "--model", gguf]
+    command += ["--host", "127.0.0.1", "--port", port, "--n_ctx", CONTEXT]
+    command += ["--n_threads", options.threads, "--n_threads_batch", options.threads]
     return Server(
-        [str(word) for word in command],
+        command,
         port=port,
         environ=environment(threads=options.threads, PYTHONPATH=""),
         stack=stack,

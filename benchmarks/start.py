@@ -79,7 +79,9 @@ def start_seconds(place: Path, torch: dict[str, bool], *, smoke: bool) -> tuple[
     """
     folder = place / "run"
     said = place / "said"
-    settings = ["warm_start.target_accuracy=0.05", *(SMALL if smoke else ())]
+    settings = ["warm_start.target_accuracy=0.05"]
+    if smoke:
+        settings += SMALL
     began = time.time()
     first_line = 0.0
 

@@ -193,8 +193,14 @@ def step(options: argparse.Namespace, report: Report) -> None:
     for shape in shapes:
         found[shape.name] = step_costs(options, shape, report)
     table = report.table(
-        *("step", "side", "tokens", "s (CPU)", "tokens/s", "memory"),
-        *("trl's / this: s (CPU)", "this / trl's: memory"),
+        "step",
+        "side",
+        "tokens",
+        "s (CPU)",
+        "tokens/s",
+        "memory",
+        "trl's / this: s (CPU)",
+        "this / trl's: memory",
     )
     for name, sides in found.items():
         for who, cost in sides.items():
@@ -365,7 +371,11 @@ def run_race(options: argparse.Namespace, name: str) -> list[dict[str, Found]]:
 def print_race(name: str, rounds: list[dict[str, Found]], report: Report) -> None:
     table = report.table(
         f"{name}: to a mean reward of {RACES[name].target}",
-        *("seconds (spread)", "steps", "s/step", "CPU s/step", "memory"),
+        "seconds (spread)",
+        "steps",
+        "s/step",
+        "CPU s/step",
+        "memory",
     )
     for who in rounds[0]:
         runs = [found[who] for found in rounds]

@@ -104,8 +104,17 @@ def deltas(options: argparse.Namespace, report: Report) -> None:
         f"{options.pretrain} steps"
     )
     table = report.table(
-        *("served", "rate", "changed", "bytes", "encode MB/s", "x copy", "apply MB/s", "x copy"),
-        *("publish", "fetch", "pays below MB/s"),
+        "served",
+        "rate",
+        "changed",
+        "bytes",
+        "encode MB/s",
+        "x copy",
+        "apply MB/s",
+        "x copy",
+        "publish",
+        "fetch",
+        "pays below MB/s",
     )
     for dtype in (torch.float32, torch.bfloat16):
         for rate in options.rates:
@@ -294,8 +303,14 @@ Engines = list["subprocess.Popen[str]"]
 def pull(options: argparse.Namespace, report: Report) -> None:
     report.say(f"{options.megabytes} MB, medians of {options.rounds}")
     table = report.table(
-        *("machines x engines", "trainer waits", "an engine", "all", "CPU an engine"),
-        *("of the trainer", "MB an engine", "MB of the trainer"),
+        "machines x engines",
+        "trainer waits",
+        "an engine",
+        "all",
+        "CPU an engine",
+        "of the trainer",
+        "MB an engine",
+        "MB of the trainer",
     )
     for site in options.sites:
         found = pulled_at(site, megabytes=options.megabytes, rounds=options.rounds)
@@ -345,7 +360,7 @@ def start_engines(stack: ExitStack, folder: Path, *, machines: int, engines: int
                 text=True,
                 bufsize=1,
             )
-            started.append(stack.enter_context(process))  # pyright: ignore[reportArgumentType]
+            started.append(stack.enter_context(process))
     for process in started:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
     return started

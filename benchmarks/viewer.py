@@ -147,7 +147,7 @@ def pages(options: argparse.Namespace, report: Report) -> bool:
     good = True
     with large_run(options) as folder:
         table = report.table(
-            *("page", "CPU, ms", "answer, ms", "again, ms", "painted, ms", "again, ms")
+            "page", "CPU, ms", "answer, ms", "again, ms", "painted, ms", "again, ms"
         )
         for name, path in PAGES.items():
             with viewer(folder) as (address, process):
@@ -252,8 +252,9 @@ def trained(options: argparse.Namespace, *, seen: bool) -> Trained:
         f"run.steps={options.steps}",
         "warm_start.target_accuracy=0.05",
         "evaluation.eval_every=0",
-        *(SMALL if options.smoke else ()),
     ]
+    if options.smoke:
+        settings += SMALL
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "run"
         command = train_command(DEMO, settings, folder=folder)
@@ -324,7 +325,9 @@ def main() -> None:
     arguments.option("--rollouts", 100_000, smoke=800)
     arguments.option("--tokens", 300)
     arguments.option("--folder", None, type=Path)
-    arguments.option("--steps", 150, smoke=8, help="of each run of part `open`")
+    arguments.option(
+        "--steps", 150, smoke=300, help="of each run of part `open`, in which the page is opened"
+    )
     options = arguments.parse()
     report = Report(options)
     good = True

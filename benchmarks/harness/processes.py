@@ -55,14 +55,16 @@ def running(
     environ: Mapping[str, str] | None = None,
     log: IO[bytes] | None = None,
     **more: Any,
-) -> Generator[subprocess.Popen[bytes]]:
+) -> Generator[subprocess.Popen[Any]]:
     """A child for as long as the context is open; then it and its children have ended. Its output
     goes to `log`, if one is given.
     """
     output = subprocess.DEVNULL if log is None else log
     words = [str(part) for part in command]
     settings: dict[str, Any] = {"stdout": output, "stderr": output, "start_new_session": True}
-    process = subprocess.Popen(words, env=dict(environ or environment()), **(settings | more))
+    process: subprocess.Popen[Any] = subprocess.Popen(
+        words, env=dict(environ or environment()), **(settings | more)
+    )
     try:
         yield process
     finally:

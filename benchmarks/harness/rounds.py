@@ -18,10 +18,8 @@ from typing import TypeVar
 K = TypeVar("K")
 T = TypeVar("T")
 
-STUDENT = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
-    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
-)
+STUDENT = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228]
+STUDENT += [2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086]
 """The 97.5 % point of Student's t for 1 to 20 degrees of freedom."""
 NORMAL = 1.96
 """The same for many degrees of freedom."""
