@@ -40,9 +40,7 @@ def mean_and_error(values: Sequence[float], digits: int) -> str:
 
 
 @contextmanager
-def panels(
-    path: Path, number: int, *, size: tuple[float, float], sharex: bool = False
-) -> Generator[list[Any]]:
+def panels(path: Path, number: int, *, size: tuple[float, float]) -> Generator[list[Any]]:
     """So many axes beside each other, which are written to an SVG at the end. The same content
     gives the same file.
     """
@@ -55,13 +53,7 @@ def panels(
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(
-        1,
-        number,
-        figsize=size,
-        sharex=sharex,
-        sharey=True,
-        squeeze=False,
-        layout="constrained",
+        1, number, figsize=size, sharey=True, squeeze=False, layout="constrained"
     )
     yield list(axes[0])
     path.parent.mkdir(parents=True, exist_ok=True)

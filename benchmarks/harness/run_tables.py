@@ -1,4 +1,4 @@
-"""A table of runs, and a picture of their scores over time, for `pretrained.py`. All of it is read
+"""What a table of runs found: its rows, and a picture of the scores over time. All of it is read
 from the runs' folders.
 """
 
@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from harness.pages import markdown, mean_and_error, panels, replace_between, style
+from harness.pages import markdown, mean_and_error, panels, style
 from midflight.observe.history import JournalHistory, read_journal
 from midflight.observe.plot import COLORS, moving_average
 
@@ -70,6 +70,14 @@ class Outcome:
     """Seconds, and the mean reward of the training rollouts that ended since the point before."""
     heldout: Sequence[tuple[float, float]]
     """Seconds, and the held-out score."""
+    training_seconds: float = 0.0
+    """From the end of the evaluation before the first step to the end of the last step."""
+    ess: float = 1.0
+    """Effective sample size of the weights used, over the number of tokens; the mean of the steps."""
+    divergence: float = 0.0
+    """KL divergence between the policy that begins a step and the one that sampled its tokens; the
+    mean of the steps.
+    """
 
     @property
     def rise(self) -> float:
@@ -112,6 +120,9 @@ def read_outcome(recipe: Recipe, seed: int, folder: Path) -> Outcome:
         peak_mb=summary["peak_memory_mb"],
         rewards=_rewards(history, primary),
         heldout=_heldout(history, primary),
+        training_seconds=_training_seconds(history),
+        ess=_mean_reading(history, "rho/ess"),
+        divergence=_mean_reading(history, "rho/k3"),
     )
 
 
@@ -136,41 +147,35 @@ def _heldout(history: JournalHistory, source: str) -> list[tuple[float, float]]:
     return found
 
 
+def _minutes(seconds: float) -> str:
+    return f"{int(seconds // 60)} min {seconds % 60:.0f} s"
+
+
+def _training_seconds(history: JournalHistory) -> float:
+    began = max((line.seconds for line in history.evaluations if line.step == 0), default=0.0)
+    return history.steps[-1].seconds - began
+
+
+def _mean_reading(history: JournalHistory, key: str) -> float:
+    """Over the steps that have it; not a number where none has."""
+    readings = [(line.trainer or {}).get(key) for line in history.steps]
+    known = [reading for reading in readings if reading is not None]
+    return statistics.fmean(known) if known else float("nan")
+
+
 # --- Table ----------------------------------------------------------------------------------------
 
-
-def table_of(outcomes: Sequence[Outcome]) -> str:
-    """A row for each recipe, in the mean of its seeds; ± is the standard error of the mean."""
-    warm = any(outcome.untrained is not None for outcome in outcomes)
-    headings = ["run", "seeds"]
-    if warm:
-        headings.append("before the warm start")
-    headings += ["held out before", "after", "rise", "minutes", "CPU minutes", "age: mean"]
-    headings += ["oldest", "rollouts of several versions", "failed requests", "peak MB"]
-    rows = [_cells(found, warm=warm) for found in _by_recipe(outcomes)]
-    return markdown(headings, rows)
+Cell = Callable[[Sequence[Outcome]], str]
+Columns = Mapping[str, Cell]
+"""By heading."""
 
 
-def _cells(found: Sequence[Outcome], *, warm: bool) -> list[str]:
-    cells = [found[0].recipe.name, str(len(found))]
-    if warm:
-        scores = [o.untrained for o in found if o.untrained is not None]
-        cells.append(mean_and_error(scores, 3) if scores else "")
-    spanning = sum(o.spanning for o in found)
-    rollouts = sum(o.rollouts for o in found)
-    return [
-        *cells,
-        mean_and_error([o.before for o in found], 3),
-        f"**{mean_and_error([o.after for o in found], 3)}**",
-        mean_and_error([o.rise for o in found], 3),
-        mean_and_error([o.seconds / 60 for o in found], 1),
-        _cpu_minutes(found),
-        f"{statistics.mean(o.mean_age for o in found):.2f}",
-        str(max(o.max_age for o in found)),
-        f"{spanning:,} of {rollouts:,}",
-        str(sum(o.failed_requests for o in found)),
-        f"{max(o.peak_mb for o in found):,.0f}",
-    ]
+def mean_of(value: Callable[[Outcome], float], digits: int) -> Cell:
+    return lambda found: mean_and_error([value(outcome) for outcome in found], digits)
+
+
+def _after(found: Sequence[Outcome]) -> str:
+    return f"**{mean_and_error([outcome.after for outcome in found], 3)}**"
 
 
 def _cpu_minutes(found: Sequence[Outcome]) -> str:
@@ -178,8 +183,38 @@ def _cpu_minutes(found: Sequence[Outcome]) -> str:
     return mean_and_error(spent, 1) if len(spent) == len(found) else "not known"
 
 
-def _minutes(seconds: float) -> str:
-    return f"{int(seconds // 60)} min {seconds % 60:.0f} s"
+def _spanning(found: Sequence[Outcome]) -> str:
+    rollouts = sum(outcome.rollouts for outcome in found)
+    return f"{sum(outcome.spanning for outcome in found):,} of {rollouts:,}"
+
+
+SCORES: Columns = {
+    "held out before": mean_of(lambda o: o.before, 3),
+    "after": _after,
+    "rise": mean_of(lambda o: o.rise, 3),
+}
+TIMES: Columns = {
+    "minutes": mean_of(lambda o: o.seconds / 60, 1),
+    "CPU minutes": _cpu_minutes,
+}
+AGES: Columns = {
+    "age: mean": lambda found: f"{statistics.mean(o.mean_age for o in found):.2f}",
+    "oldest": lambda found: str(max(o.max_age for o in found)),
+}
+OTHERS: Columns = {
+    "rollouts of several versions": _spanning,
+    "failed requests": lambda found: str(sum(o.failed_requests for o in found)),
+    "peak MB": lambda found: f"{max(o.peak_mb for o in found):,.0f}",
+}
+
+
+def table_of(outcomes: Sequence[Outcome], columns: Columns) -> str:
+    """A row for each recipe, in the mean of its seeds; ± is the standard error of the mean."""
+    rows: list[list[str]] = []
+    for found in _by_recipe(outcomes):
+        cells = [cell(found) for cell in columns.values()]
+        rows.append([found[0].recipe.name, str(len(found)), *cells])
+    return markdown(["run", "seeds", *columns], rows)
 
 
 def _by_recipe(outcomes: Sequence[Outcome]) -> list[list[Outcome]]:
@@ -203,17 +238,7 @@ def shortfalls(outcomes: Sequence[Outcome]) -> list[str]:
     return found
 
 
-# --- Pages ----------------------------------------------------------------------------------------
-
-
-def write_docs(table: str, outcomes: Sequence[Outcome], docs: Path) -> None:
-    """Replaces what stands between the table's two comments in pretrained.md, and draws its
-    picture.
-    """
-    picture = Path("images") / f"pretrained-{table}.svg"
-    shown = f"![Held-out score and reward over time]({picture})\n\n{table_of(outcomes)}"
-    replace_between(docs / "pretrained.md", table, shown)
-    write_picture(outcomes, docs / picture)
+# --- Picture ----------------------------------------------------------------------------------------
 
 
 def write_picture(outcomes: Sequence[Outcome], picture: Path) -> None:
