@@ -91,6 +91,8 @@ def main() -> None:
     arguments.option("--write-docs", False, help="put table and picture into docs/")
     arguments.option("--folder", Path("runs/learning"), smoke=Path("runs/smoke/learning"))
     arguments.option("--set", [], smoke=[*SMALL], metavar="OPTION", help="of every run")
+    arguments.gone("--resume-from", "the same command goes on where it was interrupted")
+    arguments.gone("--config", "name the options that differ by --set")
     options = arguments.parse()
     report = Report(options)
     folder = options.folder.absolute()

@@ -165,6 +165,7 @@ PARTS = {"demo": demo, "rows": rows}
 def main() -> None:
     arguments = Arguments(__doc__, rounds=3)
     arguments.option("--parts", ["demo"], smoke=[*PARTS], choices=[*PARTS])
+    arguments.gone("--times", "use --rounds")
     options = arguments.parse()
     report = Report(options)
     good = True

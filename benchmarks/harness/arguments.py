@@ -29,6 +29,7 @@ class Arguments:
             description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         self._smaller: dict[str, object] = {}
+        self._gone: dict[str, str] = {}
         self._parser.add_argument(
             "--smoke",
             action="store_true",
@@ -55,18 +56,22 @@ class Arguments:
         if smoke is not SAME:
             self._smaller[action.dest] = smoke
 
+    def gone(self, name: str, instead: str) -> None:
+        """An option that there was. It is refused by its name, with what to do instead."""
+        self._gone[name] = instead
+
     def parse(self) -> argparse.Namespace:
         """Reads the command line. From now on SIGTERM ends the program in order, so that it ends
         the processes that it has started.
         """
         signal.signal(signal.SIGTERM, _end)
+        for word in sys.argv[1:]:
+            name = word.partition("=")[0]
+            if name in self._gone:
+                self._parser.error(f"{name} is gone: {self._gone[name]}")
         if self._parser.parse_args().smoke:
             self._parser.set_defaults(**self._smaller)
         return self._parser.parse_args()
-
-    def refuse(self, message: str) -> None:
-        """Ends the program with the message and how it is used."""
-        self._parser.error(message)
 
 
 def _end(number: int, _: FrameType | None) -> None:

@@ -74,6 +74,18 @@ def test_an_option_has_the_type_of_its_default(monkeypatch: pytest.MonkeyPatch) 
     assert options.folder == Path("there")
 
 
+def test_an_option_that_went_is_refused_by_name_with_what_to_do_instead(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["script", "--times=3"])
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    arguments = Arguments("A benchmark.", rounds=5)
+    arguments.gone("--times", "use --rounds")
+    with pytest.raises(SystemExit, match="2"):
+        arguments.parse()
+    assert "--times is gone: use --rounds" in capsys.readouterr().err
+
+
 def test_tables_and_figures_are_printed_and_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
