@@ -47,8 +47,8 @@ EPOCH = 4000
 ROLLOUT_SECONDS = 4.0
 BETWEEN_SECONDS = ROLLOUT_SECONDS / 32
 """From the beginning of one rollout to that of the next: 32 run at a time."""
-WORDS = [*"abcdefghijklmnopqrstuvwxyz"]
-WORDS += ["rain", "therefore", "seven", "answer", "wrong", "right", "tool", "city"]
+LONG_WORDS = ("rain", "therefore", "seven", "answer", "wrong", "right", "tool", "city")
+WORDS = (*"abcdefghijklmnopqrstuvwxyz", *LONG_WORDS)
 
 
 def make(folder: Path, *, rollouts: int, tokens: int) -> None:
