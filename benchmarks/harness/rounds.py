@@ -18,10 +18,9 @@ from typing import TypeVar
 K = TypeVar("K")
 T = TypeVar("T")
 
-STUDENT = """
-12.706 4.303 3.182 2.776 2.571 2.447 2.365 2.306 2.262 2.228
-2.201 2.179 2.160 2.145 2.131 2.120 2.110 2.101 2.093 2.086
-""".split()
+TO_10 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+TO_20 = (2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086)
+STUDENT = TO_10 + TO_20
 """The 97.5 % point of Student's t for 1 to 20 degrees of freedom."""
 NORMAL = 1.96
 """The same for many degrees of freedom."""
@@ -118,7 +117,7 @@ class Ratio:
         if len(logs) < 2:
             return cls(math.exp(middle))
         degrees = len(logs) - 1
-        student = float(STUDENT[degrees - 1]) if degrees <= len(STUDENT) else NORMAL
+        student = STUDENT[degrees - 1] if degrees <= len(STUDENT) else NORMAL
         width = student * statistics.stdev(logs) / math.sqrt(len(logs))
         return cls(math.exp(middle), math.exp(middle - width), math.exp(middle + width))
 
