@@ -85,7 +85,7 @@ def made(scratch: Path, options: argparse.Namespace) -> Path:
         "head_dim": 128,
     }
     if options.smoke:
-        sizes = {name: size // 16 if size > 16 else 2 for name, size in sizes.items()}
+        sizes = {name: max(2, size // 16) for name, size in sizes.items()}
     config = Qwen3Config(
         vocab_size=options.vocabulary,
         num_hidden_layers=options.layers,

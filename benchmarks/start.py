@@ -60,8 +60,9 @@ def demo(options: argparse.Namespace, report: Report) -> bool:
         f"medians: first line {line:.2f} s (at most {LINE_SECONDS}), first step {step:.2f} s (at "
         f"most {STEP_SECONDS})"
     )
-    loaded = [f"{name} {'yes' if has else 'no'}" for name, has in sorted(torch.items())]
-    report.say(f"torch is loaded by: {', '.join(loaded)}")
+    loaded = [name for name, has in sorted(torch.items()) if has]
+    others = [name for name, has in sorted(torch.items()) if not has]
+    report.say(f"torch is loaded by: {', '.join(loaded)}; not by: {', '.join(others)}")
     needless = [name for name, has in torch.items() if has and name not in COMPUTES]
     late = helped > HELP_SECONDS or line > LINE_SECONDS or step > STEP_SECONDS
     return not late and not needless

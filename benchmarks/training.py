@@ -202,6 +202,8 @@ def step(options: argparse.Namespace, report: Report) -> None:
         "trl's / this: s (CPU)",
         "this / trl's: memory",
     )
+    kept: dict[str, Any] = {}
+    report.keep("step", kept)
     for name, sides in found.items():
         for who, cost in sides.items():
             times = ""
@@ -213,9 +215,8 @@ def step(options: argparse.Namespace, report: Report) -> None:
                 report.figure(f"a step, {name}: trl's time / ours", theirs.wall / cost.wall)
             shown = f"{cost.wall:.2f} ({cost.cpu:.2f})"
             size = f"{cost.memory:,.0f} MiB"
+            kept[f"{name}, {who}"] = asdict(cost)
             table.row(name, who, cost.tokens, shown, f"{cost.rate:,.0f}", size, times, memory)
-    kept = {name: {who: asdict(c) for who, c in sides.items()} for name, sides in found.items()}
-    report.keep("step", kept)
 
 
 def step_costs(options: argparse.Namespace, shape: Shape, report: Report) -> dict[str, StepCost]:

@@ -286,14 +286,22 @@ def versions_sent(model: PreTrainedModel, *, number: int) -> list[Sent]:
 
 
 @dataclass(frozen=True)
-class Pulled:
-    """One version: what the trainer and each engine took, in seconds and bytes."""
+class Fetched:
+    """What one version took one engine, in seconds and bytes."""
 
-    trainer: Cost
+    wall: float
+    cpu: float
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """What one version took the trainer, in seconds and bytes, and the engines."""
+
     waits: float
-    trainer_bytes: int
-    engines: Sequence[tuple[float, float, int]]
-    """Seconds, CPU seconds and bytes of each."""
+    cpu: float
+    num_bytes: int
+    engines: Sequence[Fetched]
 
 
 SHARED = Path("/dev/shm")
@@ -314,18 +322,25 @@ def pull(options: argparse.Namespace, report: Report) -> None:
     )
     for site in options.sites:
         found = pulled_at(site, megabytes=options.megabytes, rounds=options.rounds)
-        seconds = [[each for each, _, _ in sample.engines] for sample in found]
-        cpu = [statistics.mean(each for _, each, _ in sample.engines) for sample in found]
-        came = [statistics.mean(each for _, _, each in sample.engines) for sample in found]
+        middle: list[float] = []
+        last: list[float] = []
+        cpu: list[float] = []
+        num_bytes: list[float] = []
+        for sample in found:
+            seconds = [engine.wall for engine in sample.engines]
+            middle.append(statistics.median(seconds))
+            last.append(max(seconds))
+            cpu.append(statistics.mean(engine.cpu for engine in sample.engines))
+            num_bytes.append(statistics.mean(engine.num_bytes for engine in sample.engines))
         table.row(
             site.replace("x", " x "),
             f"{median_of(found, lambda sample: sample.waits):.2f} s",
-            f"{median_of(seconds, statistics.median):.2f} s",
-            f"{median_of(seconds, max):.2f} s",
+            f"{statistics.median(middle):.2f} s",
+            f"{statistics.median(last):.2f} s",
             f"{statistics.median(cpu):.2f} s",
-            f"{median_of(found, lambda sample: sample.trainer.cpu):.2f} s",
-            f"{statistics.median(came) / 2**20:.0f}",
-            f"{median_of(found, lambda sample: sample.trainer_bytes) / 2**20:.0f}",
+            f"{median_of(found, lambda sample: sample.cpu):.2f} s",
+            f"{statistics.median(num_bytes) / 2**20:.0f}",
+            f"{median_of(found, lambda sample: sample.num_bytes) / 2**20:.0f}",
         )
 
 
@@ -373,25 +388,19 @@ def pulled_once(sender: Any, engines: Engines, number: int, *, megabytes: int) -
     size = megabytes * 2**18 // count
     tensors = {f"w{at}": torch.full((size,), float(number + at)) for at in range(count)}
     sent = sender.server.num_bytes
-    waits = 0.0
-
-    def hand_over() -> list[tuple[float, float, int]]:
-        nonlocal waits
-        manifest, publishing = timed(lambda: sender.publish(version, tensors))
-        waits = publishing.wall
-        line = msgspec.json.encode(manifest).decode() + "\n"
-        for process in engines:
-            assert process.stdin is not None
-            process.stdin.write(line)
-        answers: list[tuple[float, float, int]] = []
-        for process in engines:
-            assert process.stdout is not None
-            answers.append(tuple(json.loads(process.stdout.readline())))
-        return answers
-
-    answers, cost = timed(hand_over)
+    cpu = time.process_time()
+    manifest, publishing = timed(lambda: sender.publish(version, tensors))
+    line = msgspec.json.encode(manifest).decode() + "\n"
+    for process in engines:
+        assert process.stdin is not None
+        process.stdin.write(line)
+    answers: list[Fetched] = []
+    for process in engines:
+        assert process.stdout is not None
+        answers.append(Fetched(*json.loads(process.stdout.readline())))
+    used = time.process_time() - cpu
     sender.release(version)
-    return Pulled(cost, waits, sender.server.num_bytes - sent, answers)
+    return Pulled(publishing.wall, used, sender.server.num_bytes - sent, answers)
 
 
 PARTS = {"deltas": deltas, "adapters": adapters, "pull": pull}
