@@ -45,7 +45,7 @@ Costs = dict[str, float]
 class Checkout:
     root: Path
     folder: Path
-    """For what its benchmarks write."""
+    """Its benchmarks write there."""
     smoke: Sequence[str] = ()
 
     def run(self, script: str, *arguments: object, by: Sequence[str] = ()) -> str:

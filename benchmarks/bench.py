@@ -40,7 +40,7 @@ def figures_of(command: str, *, smoke: bool) -> dict[str, float]:
 
 
 def compare(options: argparse.Namespace, report: Report) -> bool:
-    """Whether every figure is as good as it was."""
+    """Returns whether every figure is as good as it was."""
     table = report.table("figure", "committed", "now", "now / committed")
     good = True
     for entry in tomllib.loads((BENCHMARKS / "figures.toml").read_text())["commands"]:

@@ -155,7 +155,7 @@ class Ticks:
 # --- A copy of the store --------------------------------------------------------------------------
 
 TOKENS = 2048
-"""Of a rollout; about 18 bytes each in the store."""
+"""The tokens of a rollout; each has about 18 bytes in the store."""
 BETWEEN_SECONDS = 0.002
 
 

@@ -36,7 +36,7 @@ from midflight.weights.handover import Handover
 
 TOKENS = 1000
 PIECES = 5
-"""In which the requests are measured; the median counts."""
+"""The requests are measured in so many pieces; the median counts."""
 LOOK_SECONDS = 0.053
 VERSIONS = (1, 2, 3)
 
@@ -49,7 +49,7 @@ def fleet_of(engines: int) -> Fleet:
 
 
 async def busy_fleet(engines: int, *, beside: int) -> Fleet:
-    """With so many requests under way on each engine."""
+    """Makes a fleet with so many requests under way on each engine."""
     fleet = fleet_of(engines)
     for _ in range(beside * engines):
         await fleet.place(fleet.ticket(), tokens=TOKENS, affinity="", allowance=Allowance(600))
@@ -68,7 +68,7 @@ def handover_of(fleet: Fleet, *, max_paused: int) -> Handover:
 
 
 def manifest_of(version: int) -> WeightManifest:
-    """Of weights that nobody fetches: scripted engines have none."""
+    """Names weights that nobody fetches: scripted engines have none."""
     return WeightManifest(version, f"print-{version}", "shared_memory", "nowhere", ())
 
 

@@ -91,7 +91,7 @@ class Server:
 
     @property
     def streams(self) -> bool:
-        """Whether its streams are measured."""
+        """Returns whether its streams are measured."""
         return self.name not in ("litellm", "aiohttp")
 
     def load(self, connections: int, seconds: float, *, stream: bool) -> Figures:
@@ -261,7 +261,7 @@ async def paused(server: Server, clients: int, pause_seconds: float) -> tuple[fl
 TURNS = 4
 PROMPT = 247
 ANSWER = 250
-"""In a turn: 247 letters of the user, 250 tokens of answer, and the template's three marks."""
+"""A turn has 247 letters of the user, 250 tokens of answer, and the template's three marks."""
 
 
 class InstantGenerator:
@@ -282,7 +282,7 @@ class InstantGenerator:
 
 
 def sessions(options: argparse.Namespace, report: Report) -> None:
-    """In a process of its own, whose memory is that of the sessions."""
+    """Measures in a process of its own, whose memory is that of the sessions."""
     if options.sessions:
         apart(print_sessions, options.sessions)
 
@@ -360,7 +360,9 @@ def streams(options: argparse.Namespace, report: Report) -> None:
 
 
 def streamed(rest_us: int, seconds: float) -> Figures:
-    """Of an engine that begins a step every so many microseconds, with a token for each stream."""
+    """Measures streams of an engine that begins a step every so many microseconds, with a token for
+    each stream.
+    """
     with ExitStack() as stack:
         server = midflight(stack, started(stack, "engine", rest_us))
         return server.load(STREAMS, seconds, stream=True)

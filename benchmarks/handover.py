@@ -54,8 +54,8 @@ class Sample:
     """A transport, or `reload`."""
     num_bytes: int
     normal_gap: float
-    """Between tokens of a stream, before the weights are final and after they are served;
-    median.
+    """The median gap between tokens of a stream, before the weights are final and after they are
+    served.
     """
     gap_before: float
     """The largest while weights are published and staged, or saved; median over streams, as the
@@ -67,16 +67,16 @@ class Sample:
     """A plain copy of the same tensors, in the trainer, just before."""
     copy_cpu: float
     wait_seconds: float
-    """Until the trainer may change its weights again."""
+    """The time until the trainer may change its weights again."""
     wait_cpu: float
     stage_seconds: float
-    """In the background; 0 for a reload."""
+    """The time of staging in the background; 0 for a reload."""
     change_seconds: float
     """Commit, or pause, reload and resume."""
     total_seconds: float
-    """From the moment the weights are final until they are served."""
+    """The time from the moment the weights are final until they are served."""
     total_cpu: float
-    """Of all processes in that time, decoding included."""
+    """The CPU time of all processes meanwhile, decoding included."""
 
     @property
     def pause(self) -> float:
@@ -252,7 +252,7 @@ class Done:
     """The trainer's: until it may change its weights again."""
     stage_seconds: float
     change_seconds: float
-    """From the beginning of the pause, or of the swap, until the new version is served."""
+    """The time from the beginning of the pause, or of the swap, until the new version is served."""
     num_bytes: int
 
 
@@ -362,7 +362,7 @@ def median(row: Sequence[Sample], what: str) -> float:
 
 
 def times_of_reload(samples: Sequence[Sample], row: Sequence[Sample], what: str) -> str:
-    """The same engine's reload in times of this way; empty where there is none."""
+    """Returns the same engine's reload in times of this way; empty where there is none."""
     if row[0].way == RELOAD or median(row, what) <= 0:
         return ""
     reloads = [each for each in samples if (each.engine, each.way) == (row[0].engine, RELOAD)]

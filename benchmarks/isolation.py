@@ -71,7 +71,7 @@ class Round:
     failed_healthy: list[str] = field(default_factory=list)
     classes: Counter[tuple[str, str]] = field(default_factory=Counter)
     blamed: dict[str, str] = field(default_factory=dict)
-    """By class, one that has it: task and error."""
+    """One rollout of each class of failure: task and error."""
     workers_lost: int = 0
 
     def add(self, other: Round) -> None:
@@ -206,7 +206,7 @@ def configured(options: argparse.Namespace) -> Config:
 
 
 def slots_of(rollouts: int, *, faulty: bool) -> Counter[str]:
-    """At least one of each fault."""
+    """Gives at least one slot to each fault."""
     others = {fault: max(1, round(rollouts * share)) for fault, share in SHARES.items()}
     slots = Counter({"none": rollouts - sum(others.values())})
     if faulty:

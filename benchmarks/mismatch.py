@@ -1,4 +1,4 @@
-"""By how much the log-probabilities of engine and trainer differ, and what it costs to make them
+"""The difference between the log-probabilities of engine and trainer, and what it costs to make them
 alike.
 
     python benchmarks/mismatch.py --parts keys [--rates 1e-5 1e-4 4e-4] [--commits 4] [--every 64]
@@ -120,14 +120,14 @@ def keys(options: argparse.Namespace, report: Report) -> None:
 
 
 def demo_model() -> PreTrainedModel:
-    """Of the demo's size."""
+    """Makes a model of the demo's size."""
     return small_model(128, context=CONTEXT)
 
 
 @dataclass
 class Answer:
-    """Of each token: id, log-probability when it was sampled, version, version of the oldest
-    key.
+    """An answer has for each token: id, log-probability when it was sampled, version, version of the
+    oldest key.
     """
 
     prompt: list[int]
@@ -205,7 +205,7 @@ class Tokens:
     log_rho: Tensor
     """Log-probability under the version it is labelled with, less that when it was sampled."""
     one_version: Tensor
-    """The same of the version before it, less that of its version."""
+    """Log-probability under the version before it, less that under its version."""
 
 
 def age_cells(tokens: Tokens, age: int) -> list[str]:
@@ -238,7 +238,7 @@ def compared(versions: list[Tensors], answers: list[Answer]) -> Tokens:
 
 
 def logprobs(versions: list[Tensors], ids: Tensor) -> Iterator[Tensor]:
-    """Of the answers' tokens under each version, all keys its own; in `transformers`."""
+    """Yields those of the answers' tokens under each version, all keys its own, by `transformers`."""
     model = demo_model()
     for tensors in versions:
         assign(model, tensors)
@@ -250,7 +250,7 @@ def logprobs(versions: list[Tensors], ids: Tensor) -> Iterator[Tensor]:
 
 
 def distances(version: Tensor) -> Tensor:
-    """Of each token from the first one of its version in its answer, from 1."""
+    """Counts, for each token, from the first one of its version in its answer, which has 1."""
     place = torch.arange(version.shape[1]).expand_as(version)
     first = torch.ones_like(version[:, :1], dtype=torch.bool)
     changed = torch.cat([first, version[:, 1:] != version[:, :-1]], 1)
@@ -317,7 +317,7 @@ class Sampled:
 
     predictions: Predictions
     logprobs: Tensor
-    """Of the engine, one for each prediction."""
+    """The engine's, one for each prediction."""
 
 
 def sample_mixture(model: PreTrainedModel, prompts: list[list[int]], *, num_tokens: int) -> Sampled:
@@ -388,7 +388,7 @@ CASES = (
     ("top-p 0.999", 0.999, 0, 0.0),
 )
 WIDTH = 64
-"""Of the hidden states that are scored."""
+"""The width of the hidden states that are scored."""
 
 
 def masks(options: argparse.Namespace, report: Report) -> None:
@@ -442,7 +442,7 @@ def mask_cells(plain: SamplingBatch, hidden: Tensor, weight: Tensor, *, rounds: 
     behaviour = torch.from_numpy(found.logprobs)
 
     def difference(over: Kept | None) -> float:
-        """Of scores and gradient over the sets, or over the whole vocabulary."""
+        """Computes scores and gradient over the sets, or over the whole vocabulary."""
         scores, _ = token_scores(hidden, weight, None, targets, temperature=1.0, kept=over)
         torch.autograd.backward(scores.sum())
         return float((scores.detach().double() - behaviour).abs().max())

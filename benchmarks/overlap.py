@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 BOUND_STEPS = 500
-"""From which the pace under the bound on age is taken: it varies by some hundredths then."""
+"""The pace under the bound on age is taken from these: it varies by some hundredths then."""
 Runs = dict[str, list[Measured]]
 
 
@@ -224,7 +224,7 @@ def bounded_rate(
 
 
 def config_of_table(options: argparse.Namespace) -> Config:
-    """Of the asynchronous run."""
+    """Returns that of the asynchronous run."""
     start = options.folder / "model" / "start"
     return overlap_config(options, start, "asynchronous", steps=options.steps)
 
@@ -324,7 +324,7 @@ async def asks_once(task: Task, client: AsyncOpenAI) -> float:
 
 
 async def virtual_seconds(more: tuple[str, ...], step_seconds: float, steps: int) -> float:
-    """Of a run whose steps take so long."""
+    """Returns what a run takes whose steps take so long."""
     settings = [
         f"run.steps={steps}",
         "rollout.groups_per_step=8",

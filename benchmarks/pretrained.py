@@ -48,7 +48,7 @@ from harness.runs import sets
 from midflight.errors import MidflightError
 
 SCORE = re.compile(r"^\S+: (\d\.\d+) \(", re.MULTILINE)
-"""As `midflight evaluate` prints it."""
+"""The score as `midflight evaluate` prints it."""
 CORRECTED = "tokens weighted for their age"
 UNCORRECTED = "trained as if they were fresh"
 STALENESS = (0, 1, 4)

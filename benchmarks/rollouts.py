@@ -173,7 +173,7 @@ async def give_back(
 
 
 class FixedGenerator:
-    """In the place of `Generator`: the same tokens for every request, at once."""
+    """Stands for `Generator`, with the same tokens for every request, at once."""
 
     async def generate(self, answer: Answer, **_: object) -> None:
         answer.next_request("attempt")

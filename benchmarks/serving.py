@@ -107,7 +107,7 @@ class Server:
         return body | {"prompt": text, "top_p": 1.0, "top_k": 0, "logit_bias": never}
 
     def cpu_seconds(self) -> float:
-        """Of the process and its children."""
+        """Adds up the process and its children."""
         return family_cpu_seconds(self._child.pid)
 
 
@@ -215,7 +215,7 @@ def best_seconds(deed: Callable[[], object]) -> float:
 
 
 def bounds(folder: Path, options: argparse.Namespace) -> str:
-    """With the weights in float32."""
+    """Says what no step can be faster than, with the weights in float32."""
     torch.set_num_threads(options.threads)
     sizes = sizes_of(folder)
     source = torch.ones(2**26)

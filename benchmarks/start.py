@@ -42,7 +42,7 @@ COMPUTES = {"trainer", "engine"}
 
 
 def demo(options: argparse.Namespace, report: Report) -> bool:
-    """Whether everything was in time."""
+    """Returns whether everything was in time."""
     helped = statistics.median(help_seconds() for _ in range(3 * options.rounds))
     report.say(f"midflight --help: {helped:.2f} s (at most {HELP_SECONDS})")
     lines: list[float] = []
@@ -75,8 +75,8 @@ def help_seconds() -> float:
 
 
 def start_seconds(place: Path, torch: dict[str, bool], *, smoke: bool) -> tuple[float, float]:
-    """Until the first line, and from the end of the warm start to the first step. `torch` gets of
-    each process whether it has loaded that.
+    """Returns the seconds until the first line, and from the end of the warm start to the first
+    step. `torch` gets the name of each process, and whether it has loaded torch.
     """
     folder = place / "run"
     said = place / "said"
@@ -145,7 +145,7 @@ def rows(options: argparse.Namespace, report: Report) -> bool:
 
 
 def rows_seconds(place: Path, *, smoke: bool) -> float:
-    """Until the first step."""
+    """Returns the time until the first step."""
     lines: list[str] = []
     for number in range(ROWS):
         more = number % 7

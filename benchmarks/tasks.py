@@ -54,7 +54,7 @@ def rows(options: argparse.Namespace, report: Report) -> None:
 
 
 def write_rows(folder: Path, count: int, kind: str) -> Path:
-    """About 200 bytes a row as JSON."""
+    """Writes rows of about 200 bytes as JSON."""
     path = folder / f"rows.{kind}"
     if kind == "parquet":
         from datasets import Dataset
@@ -81,7 +81,7 @@ def made_rows(count: int) -> Iterator[dict[str, object]]:
 
 
 def print_source(path: Path, heldout: int) -> None:
-    """In a process of its own: the rows of the table for one source."""
+    """Prints the rows of the table for one source, in a process of its own."""
     # what such a process has in memory anyway
     import_module("midflight.run.rollout.rollout_process")
     began = time.process_time()
@@ -150,7 +150,7 @@ class Policy:
             return 1 / (1 + np.exp(self._difficulty - self._skill - self._own))
 
     def learn(self, groups: Sequence[tuple[int, np.ndarray]]) -> None:
-        """From the rewards of the groups of a step. The score of a Bernoulli of logit x is reward -
+        """Learns from the rewards of the groups of a step. The score of a Bernoulli of logit x is reward -
         p.
         """
         chances = self.chances
@@ -166,8 +166,8 @@ class Policy:
 def rollouts_until(
     reward: float, curriculum: CurriculumSection, *, tasks: int, seed: int, most: int
 ) -> int:
-    """Of training, until the mean chance over all tasks that can be passed is `reward`; `most`
-    where it is not reached.
+    """Trains until the mean chance over all tasks that can be passed is `reward`, and returns the
+    number of rollouts; `most` where it is not reached.
     """
     difficulty = difficulties(tasks)
     possible = np.isfinite(difficulty)

@@ -88,7 +88,7 @@ class Shape:
     at_once: int | None = None
     """Rows of a forward of trl's, where all would not fit into memory; else all."""
     model: Path | None = None
-    """Instead of a made one."""
+    """The folder of a model that is there, instead of a made one."""
 
 
 SHAPES = (
@@ -99,7 +99,7 @@ SHAPES = (
     Shape("smoke", spread=True, num_groups=2, group_size=2),
 )
 PRETRAINED = Shape("pretrained", spread=True, longest=256, shortest=32, at_once=8)
-"""Of `--model`. With 49,152 tokens trl's logits of all rows would take 4 GB, and so would each of
+"""The shape for `--model`. With 49,152 tokens trl's logits of all rows would take 4 GB, and so would each of
 their copies.
 """
 
@@ -152,7 +152,7 @@ def _link(model: Path, folder: Path) -> None:
 def _logprobs(
     model: PreTrainedModel, prompts: np.ndarray, completions: np.ndarray, lengths: np.ndarray
 ) -> np.ndarray:
-    """Of the completions' tokens, one after the other."""
+    """Returns those of the completions' tokens, one after the other."""
     import torch
 
     found: list[torch.Tensor] = []
@@ -220,7 +220,9 @@ def step(options: argparse.Namespace, report: Report) -> None:
 
 
 def step_costs(options: argparse.Namespace, shape: Shape, report: Report) -> dict[str, StepCost]:
-    """Of each side. Prints what of ours are matrix products, and how far the gradients differ."""
+    """Measures each side. Prints the share of matrix products in ours, and how far the gradients
+    differ.
+    """
     folder = options.folder / shape.name
     folder.mkdir(parents=True, exist_ok=True)
     apart(write, shape, folder)
@@ -301,14 +303,14 @@ class Race:
     warm_start: tuple[str, ...] = ("target_accuracy=0.42", "evaluate_every=5")
     config: Path = BENCHMARKS / "sides" / "race.toml"
     hidden_size: int = 128
-    """Of four layers, the feed-forward parts three times as wide."""
+    """The width of four layers; the feed-forward parts are three times as wide."""
     vocab_size: int = VOCAB_SIZE
     """Beyond the tokenizer's 262 tokens lie rows that are never right, as in models with a padded
     vocabulary.
     """
     target: float = 0.6
     steps: int = 400
-    """At most."""
+    """The largest number of steps."""
     more: tuple[str, ...] = ()
     """Other settings."""
 
@@ -434,7 +436,7 @@ def write_random(race: Race, folder: Path) -> None:
 
 
 def write_plan(race: str, config: Config, plan: Path, model: Path) -> None:
-    """For the side that has no Midflight: tasks and numbers."""
+    """Writes tasks and numbers for the side that has no Midflight."""
     from midflight.environments.sources import load_sources
 
     tasks = load_sources(config.environment.sources, seed=config.run.seed)[0].training

@@ -219,7 +219,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def words_of(tensor: Tensor) -> Tensor:
-    """As integers, so that a NaN equals itself and -0 does not equal 0."""
+    """Returns the numbers as integers, so that a NaN equals itself and -0 does not equal 0."""
     return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
 
 

@@ -84,7 +84,7 @@ def taken_ms(deed: Callable[[], object]) -> float:
 
 
 def looks(options: argparse.Namespace, report: Report) -> bool:
-    """Whether each was quick enough."""
+    """Returns whether each was quick enough."""
     with large_run(options) as folder:
         first = taken_ms(lambda: page_of(folder, GroupFilter()))
         seconds = taken_ms(lambda: index_words(folder)) / 1000
@@ -143,7 +143,7 @@ PAGES = {
 
 
 def pages(options: argparse.Namespace, report: Report) -> bool:
-    """Whether each was quick enough."""
+    """Returns whether each was quick enough."""
     good = True
     with large_run(options) as folder:
         table = report.table(
@@ -191,8 +191,8 @@ def open_page(url: str) -> None:
 
 
 def painted(url: str) -> list[float]:
-    """From the request to the first content on the screen; the browser itself runs already. Empty
-    without one.
+    """Measures from the request to the first content on the screen; the browser itself runs
+    already. Returns nothing where there is none.
     """
     try:
         # `make test-view` installs it

@@ -90,9 +90,9 @@ class Outcome:
     summary: dict[str, Any]
     said: str
     wall_seconds: float
-    """Of a step."""
+    """The time of a step."""
     cpu_seconds: float
-    """Of a step."""
+    """The CPU time of a step."""
     estimated: dict[str, int]
     """Bytes by kind of process."""
     measured: dict[str, int]
@@ -105,7 +105,7 @@ class Outcome:
 
     @property
     def memory_share(self) -> float:
-        """Of all processes, measured by estimated."""
+        """Divides what all processes held by what was estimated."""
         return sum(self.measured.values()) / sum(self.estimated.values())
 
     @property
@@ -123,7 +123,7 @@ class Outcome:
 
 
 class Watched(MemoryPeaks):
-    """Also the processor time of a run's processes, as it was when a line came into its journal."""
+    """Keeps also the processor time of a run's processes when a line came into its journal."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -142,8 +142,8 @@ class Watched(MemoryPeaks):
             self.marks[number] = (time.monotonic(), used)
 
     def seconds_per_step(self, number: int) -> tuple[float, float]:
-        """Of the clock, and of processors, up to that step; not a number where either moment passed
-        between two looks.
+        """Returns seconds of the clock, and of processors, up to that step; not a number where either
+        moment passed between two looks.
         """
         if not {0, number} <= self.marks.keys():
             return float("nan"), float("nan")

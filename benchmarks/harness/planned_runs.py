@@ -36,7 +36,7 @@ class PlannedRun:
     folder: Path
     settings: tuple[str, ...]
     config: Config
-    """Of the recipe, with the settings."""
+    """The recipe's, with the settings."""
 
     def __str__(self) -> str:
         return f"{self.recipe.name}, seed {self.seed}"
@@ -82,7 +82,7 @@ def make_missing(
 
 
 def _is_finished(run: PlannedRun) -> bool:
-    """Whether it was made, with these settings. `SystemExit` where another run lies in its
+    """Returns whether it was made, with these settings. `SystemExit` where another run lies in its
     folder.
     """
     try:

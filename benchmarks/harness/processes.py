@@ -22,7 +22,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1]
 ROOT = BENCHMARKS.parent
 TICKS = os.sysconf("SC_CLK_TCK")
 PATIENCE_SECONDS = 900.0
-"""For a server that compiles before it listens."""
+"""The time that a server has until it listens: some compile before."""
 
 
 # --- Starting and ending --------------------------------------------------------------------------
@@ -145,18 +145,18 @@ def cpu_seconds(pid: int) -> float:
 
 
 def cpu_seconds_with_ended(pid: int) -> float:
-    """The same with the children that have ended."""
+    """Returns the same, with the children that have ended."""
     return _cpu(pid, slice(11, 15))
 
 
 def family_cpu_seconds(pid: int | None = None) -> float:
-    """Of a process and its living descendants; of this process where none is named."""
+    """Adds up a process and its living descendants; this process where none is named."""
     members = family(os.getpid() if pid is None else pid)
     return sum(cpu_seconds(member) for member in members)
 
 
 def ended_cpu_seconds() -> float:
-    """Of all children of this process that have ended, and of theirs."""
+    """Adds up all children of this process that have ended, and theirs."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -171,7 +171,7 @@ def _cpu(pid: int, fields: slice) -> float:
 
 
 def parent_of(pid: int) -> int | None:
-    """None if the process is gone."""
+    """Returns none if the process is gone."""
     try:
         line = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

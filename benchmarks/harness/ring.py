@@ -68,7 +68,7 @@ class Watch:
 
     @property
     def cpu_seconds(self) -> float:
-        """Of all processes, from the moment the rollout process served to the last message."""
+        """Adds up all processes, from the moment the rollout process served to the last message."""
         newest: dict[str, float] = {}
         for reading in self._cpu:
             newest |= reading

@@ -111,7 +111,7 @@ class Ratio:
 
     @classmethod
     def of(cls, over: Sequence[float], under: Sequence[float]) -> Ratio:
-        """Of the values of the same rounds, all above 0."""
+        """Takes the values of the same rounds, all above 0."""
         logs = [math.log(a / b) for a, b in zip(over, under, strict=True)]
         middle = statistics.fmean(logs)
         if len(logs) < 2:
@@ -138,7 +138,7 @@ def middle_and_range(values: Sequence[float], *, digits: int) -> str:
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean; 0 for one value."""
+    """Returns the standard error of the mean; 0 for one value."""
     if len(values) < 2:
         return 0.0
     return statistics.stdev(values) / math.sqrt(len(values))

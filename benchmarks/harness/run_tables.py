@@ -19,7 +19,7 @@ from midflight.observe.plot import COLORS, moving_average
 
 USED = "used.json"
 UNTRAINED = "untrained.json"
-"""In a run's folder: the processor time of its starts so far, and the score of the model as it was
+"""Files in a run's folder: the processor time of its starts so far, and the score of the model as it was
 fetched.
 """
 WINDOW = 5
@@ -38,7 +38,7 @@ class Recipe:
     """What it is called there."""
     settings: tuple[str, ...] = ()
     promised: float | None = None
-    """By how much the held-out score shall rise, in the mean of the seeds."""
+    """The least rise of the held-out score that is promised, in the mean of the seeds."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class Outcome:
     after: float
     num_heldout: int
     seconds: float
-    """From the command to its end, over all starts."""
+    """The time from the command to its end, over all starts."""
     cpu_seconds: float | None
-    """Of all processes and starts; none where a start was killed together with what counted."""
+    """The CPU time of all processes and starts; none where a start was killed before it wrote it."""
     mean_age: float
-    """In versions, over trained tokens."""
+    """The age in versions, over trained tokens."""
     max_age: int
     rollouts: int
     spanning: int
@@ -71,7 +71,7 @@ class Outcome:
     heldout: Sequence[tuple[float, float]]
     """Seconds, and the held-out score."""
     training_seconds: float = 0.0
-    """From the end of the evaluation before the first step to the end of the last step."""
+    """The time from the end of the evaluation before the first step to the end of the last step."""
     ess: float = 1.0
     """Effective sample size of the weights used, over the number of tokens; the mean of the steps."""
     divergence: float = 0.0
@@ -97,7 +97,7 @@ class Outcome:
 
 
 def read_outcome(recipe: Recipe, seed: int, folder: Path) -> Outcome:
-    """Of the finished run in the folder."""
+    """Reads what the finished run in the folder found."""
     summary = msgspec.json.decode((folder / "summary.json").read_bytes())
     history = read_journal(folder / "metrics.jsonl")
     primary = summary["primary"]
@@ -157,7 +157,7 @@ def _training_seconds(history: JournalHistory) -> float:
 
 
 def _mean_reading(history: JournalHistory, key: str) -> float:
-    """Over the steps that have it; not a number where none has."""
+    """Returns the mean over the steps that have the reading; not a number where none has."""
     readings = [(line.trainer or {}).get(key) for line in history.steps]
     known = [reading for reading in readings if reading is not None]
     return statistics.fmean(known) if known else float("nan")
@@ -167,7 +167,7 @@ def _mean_reading(history: JournalHistory, key: str) -> float:
 
 Cell = Callable[[Sequence[Outcome]], str]
 Columns = Mapping[str, Cell]
-"""By heading."""
+"""What stands in a row, by heading."""
 
 
 def mean_of(value: Callable[[Outcome], float], digits: int) -> Cell:

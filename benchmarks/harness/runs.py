@@ -25,7 +25,7 @@ SMALL = (
 )
 """The settings with which a run of `configs/demo.toml` takes seconds."""
 PATIENCE_SECONDS = 600.0
-"""For the first step of a run."""
+"""The time that a run has until its next step."""
 
 
 def sets(settings: Sequence[str]) -> list[str]:

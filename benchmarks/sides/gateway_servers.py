@@ -54,7 +54,7 @@ from midflight.types import (
 )
 
 ANSWER_TOKENS = 16
-"""Of an answer that does not stream."""
+"""The length of an answer that does not stream."""
 ROW = np.dtype([("handle", "<i4"), ("token_id", "<i4"), ("logprob", "<f4"), ("kv_version", "<i4")])
 """A token of `StepFrame.rows`."""
 CAPABILITIES = Capabilities(
@@ -421,7 +421,7 @@ def request(*, key: str, stream: bool) -> bytes:
 
 
 FRAMES_AROUND = 3
-"""Of a stream, beside those with tokens: the role, the finish, and `[DONE]`."""
+"""A stream has these frames beside those with tokens: the role, the finish, and `[DONE]`."""
 
 
 async def load(

@@ -18,7 +18,7 @@ from aiohttp import web
 from transformers import AutoModelForCausalLM
 
 GATHERED_SECONDS = 0.02
-"""In which all requests of a round come."""
+"""All requests of a round come within this time."""
 
 
 class Batches:

@@ -40,7 +40,7 @@ KEPT_BATCHES = 40
 def generation_alone(
     config: Config, model: Path, *, warmup: int
 ) -> tuple[Measured, list[PackedBatch]]:
-    """Also returns batches to train on."""
+    """Measures the ring without its trainer, and returns batches to train on, too."""
     new_folder(config)
     watch = Watch()
     steps = NoSteps()
@@ -136,7 +136,7 @@ class SameWeights:
 def training_alone(
     config: Config, model: Path, batches: list[PackedBatch], *, warmup: int
 ) -> Measured:
-    """In a fresh process, as the trainer is."""
+    """Measures the trainer in a new process, as it has one in a run."""
     new_folder(config)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_train, config.model_dump_json(), str(model), batches, warmup).result()

@@ -61,7 +61,7 @@ class Size:
     layers: int
     context: int
     folder: Path | None = None
-    """Of a model that is there, instead of a made one."""
+    """The folder of a model that is there, instead of a made one."""
 
     def write(self, folder: Path) -> None:
         """The model of seed 0 and its tokenizer."""
@@ -81,8 +81,8 @@ class Size:
 
 @torch.no_grad()
 def _moved(model: PreTrainedModel, seed: int) -> PreTrainedModel:
-    """As a step moves all weights, and as little as makes no other model of it; with seed 0 not at
-    all.
+    """Moves all weights, as a step does, by so little that it stays the same model; with seed 0 not
+    at all.
     """
     for parameter in model.parameters():
         parameter.mul_(1 + 1e-5 * seed)
@@ -130,7 +130,7 @@ class Trainer:
                 sender.release(version)
 
     def save(self, version: Version) -> tuple[str, Cost]:
-        """As a user would: a model folder on disk. Two folders in turn; nothing is synced, and the
+        """Saves a model folder on disk, as a user would. Two folders in turn; nothing is synced, and the
         page cache stays.
         """
         folder = self._folder / f"saved-{version % 2}"
@@ -143,7 +143,7 @@ class Trainer:
 
 
 _trainer: Trainer
-"""Of the worker process."""
+"""The one of the worker process."""
 
 
 def begin(size: Size, folder: Path) -> None:
@@ -243,7 +243,7 @@ class Streams:
         return statistics.median(found)
 
     def largest_gap(self, window: Window) -> float:
-        """Of each stream the largest gap that touches the window; their median."""
+        """Finds each stream's largest gap that touches the window, and returns their median."""
         largest: list[float] = []
         for gaps in self._gaps():
             touching: list[float] = []
@@ -258,7 +258,7 @@ class Streams:
         return [sum(map(len, answers)) for answers in self._answers]
 
     def _gaps(self) -> list[list[Window]]:
-        """Of each stream the gaps between two tokens of one answer."""
+        """Returns, for each stream, the gaps between two tokens of one answer."""
         found: list[list[Window]] = []
         for answers in self._answers:
             gaps: list[Window] = []
@@ -304,7 +304,7 @@ RELOADS: Mapping[str, tuple[tuple[str, object], ...]] = {
         ("/continue_generation", {}),
     ),
 }
-"""In the mode that our own commit uses on that server: keys stay in vLLM, and are made anew in
+"""The mode is that of our own commit on that server: keys stay in vLLM, and are made anew in
 SGLang.
 """
 KEEPING: tuple[tuple[str, object], ...] = (

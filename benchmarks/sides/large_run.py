@@ -46,13 +46,13 @@ EPOCH = 4000
 """Groups of an epoch."""
 ROLLOUT_SECONDS = 4.0
 BETWEEN_SECONDS = ROLLOUT_SECONDS / 32
-"""From the beginning of one rollout to that of the next: 32 run at a time."""
+"""The time from the beginning of one rollout to that of the next: 32 run at a time."""
 LONG_WORDS = ("rain", "therefore", "seven", "answer", "wrong", "right", "tool", "city")
 WORDS = (*"abcdefghijklmnopqrstuvwxyz", *LONG_WORDS)
 
 
 def make(folder: Path, *, rollouts: int, tokens: int) -> None:
-    """Of every ten groups one is dropped, and one rollout in forty has failed."""
+    """Writes a run in which one group in ten is dropped, and one rollout in forty has failed."""
     write_byte_tokenizer(folder / "start")
     steps = write_store(folder, rollouts=rollouts, tokens=tokens)
     (folder / "config.toml").write_text(as_toml(Config()))

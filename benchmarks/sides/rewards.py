@@ -31,7 +31,7 @@ REWARDS: Mapping[str, Callable[[str, str], float]] = {
     "vocabulary": exact,
     "long": share_of_e,
 }
-"""By race."""
+"""The reward of each race."""
 
 
 async def write_e(task: Task, client: AsyncOpenAI) -> float:

@@ -27,7 +27,7 @@ from sides.rewards import REWARDS
 
 
 def options(**more: Any) -> GRPOConfig:
-    """As near to ours as trl's options come: DAPO's loss and clips, AdamW without decay, float32,
+    """Makes options as near to ours as trl's come: DAPO's loss and clips, AdamW without decay, float32,
     no logging to anywhere.
     """
     return GRPOConfig(
