@@ -192,7 +192,7 @@ def handover(folder: Path, options: argparse.Namespace) -> Findings:
 
 
 def change(model: PreTrainedModel) -> None:
-    """Makes other weights of all of them: a version that an engine serves already is not fetched."""
+    """Changes all weights: a version that an engine serves already is not fetched."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.01)

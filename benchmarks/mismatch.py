@@ -1,5 +1,5 @@
-"""The difference between the log-probabilities of engine and trainer, and what it costs to make them
-alike.
+"""The difference between the log-probabilities of engine and trainer, and what it costs to make
+them alike.
 
     python benchmarks/mismatch.py --parts keys [--rates 1e-5 1e-4 4e-4] [--commits 4] [--every 64]
     python benchmarks/mismatch.py --parts routing [--pretrain 300] [--answers 64] [--tokens 128]
@@ -126,8 +126,8 @@ def demo_model() -> PreTrainedModel:
 
 @dataclass
 class Answer:
-    """An answer has for each token: id, log-probability when it was sampled, version, version of the
-    oldest key.
+    """An answer has for each token: id, log-probability when it was sampled, version, version of
+    the oldest key.
     """
 
     prompt: list[int]
@@ -238,7 +238,9 @@ def compared(versions: list[Tensors], answers: list[Answer]) -> Tokens:
 
 
 def logprobs(versions: list[Tensors], ids: Tensor) -> Iterator[Tensor]:
-    """Yields those of the answers' tokens under each version, all keys its own, by `transformers`."""
+    """Yields those of the answers' tokens under each version, all keys its own; `transformers`
+    computes them.
+    """
     model = demo_model()
     for tensors in versions:
         assign(model, tensors)

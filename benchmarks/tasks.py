@@ -150,8 +150,8 @@ class Policy:
             return 1 / (1 + np.exp(self._difficulty - self._skill - self._own))
 
     def learn(self, groups: Sequence[tuple[int, np.ndarray]]) -> None:
-        """Learns from the rewards of the groups of a step. The score of a Bernoulli of logit x is reward -
-        p.
+        """Learns from the rewards of the groups of a step. The score of a Bernoulli of logit
+        x is reward - p.
         """
         chances = self.chances
         for task, rewards in groups:

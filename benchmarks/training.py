@@ -99,8 +99,8 @@ SHAPES = (
     Shape("smoke", spread=True, num_groups=2, group_size=2),
 )
 PRETRAINED = Shape("pretrained", spread=True, longest=256, shortest=32, at_once=8)
-"""The shape for `--model`. With 49,152 tokens trl's logits of all rows would take 4 GB, and so would each of
-their copies.
+"""The shape for `--model`. With 49,152 tokens trl's logits of all rows would take 4 GB, and so
+would each of their copies.
 """
 
 

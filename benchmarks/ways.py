@@ -142,8 +142,8 @@ class Watched(MemoryPeaks):
             self.marks[number] = (time.monotonic(), used)
 
     def seconds_per_step(self, number: int) -> tuple[float, float]:
-        """Returns seconds of the clock, and of processors, up to that step; not a number where either
-        moment passed between two looks.
+        """Returns seconds of the clock, and of processors, up to that step; not a number where
+        either moment passed between two looks.
         """
         if not {0, number} <= self.marks.keys():
             return float("nan"), float("nan")

@@ -19,8 +19,8 @@ from midflight.observe.plot import COLORS, moving_average
 
 USED = "used.json"
 UNTRAINED = "untrained.json"
-"""Files in a run's folder: the processor time of its starts so far, and the score of the model as it was
-fetched.
+"""Files in a run's folder: the processor time of its starts so far, and the score of the model as
+it was fetched.
 """
 WINDOW = 5
 """Steps of the moving mean in the picture."""
@@ -56,7 +56,7 @@ class Outcome:
     seconds: float
     """The time from the command to its end, over all starts."""
     cpu_seconds: float | None
-    """The CPU time of all processes and starts; none where a start was killed before it wrote it."""
+    """The CPU time of all processes and starts; none where a start was killed too soon."""
     mean_age: float
     """The age in versions, over trained tokens."""
     max_age: int
@@ -73,7 +73,7 @@ class Outcome:
     training_seconds: float = 0.0
     """The time from the end of the evaluation before the first step to the end of the last step."""
     ess: float = 1.0
-    """Effective sample size of the weights used, over the number of tokens; the mean of the steps."""
+    """Effective sample size of the weights used, over the number of tokens; mean of the steps."""
     divergence: float = 0.0
     """KL divergence between the policy that begins a step and the one that sampled its tokens; the
     mean of the steps.
@@ -238,7 +238,7 @@ def shortfalls(outcomes: Sequence[Outcome]) -> list[str]:
     return found
 
 
-# --- Picture ----------------------------------------------------------------------------------------
+# --- Picture --------------------------------------------------------------------------------------
 
 
 def write_picture(outcomes: Sequence[Outcome], picture: Path) -> None:

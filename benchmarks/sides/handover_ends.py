@@ -130,8 +130,8 @@ class Trainer:
                 sender.release(version)
 
     def save(self, version: Version) -> tuple[str, Cost]:
-        """Saves a model folder on disk, as a user would. Two folders in turn; nothing is synced, and the
-        page cache stays.
+        """Saves a model folder on disk, as a user would. Two folders take turns; nothing is
+        synced, and the page cache stays.
         """
         folder = self._folder / f"saved-{version % 2}"
         model = self._models[version % 2]

@@ -27,8 +27,8 @@ from sides.rewards import REWARDS
 
 
 def options(**more: Any) -> GRPOConfig:
-    """Makes options as near to ours as trl's come: DAPO's loss and clips, AdamW without decay, float32,
-    no logging to anywhere.
+    """Makes options as near to ours as trl's come: DAPO's loss and clips, AdamW without decay,
+    float32, no logging to anywhere.
     """
     return GRPOConfig(
         use_cpu=True,
