@@ -11,7 +11,7 @@ from midflight.integrations.trl.metrics import SAME
 from midflight.observe import meanings
 from midflight.observe.lines import EvaluationLine, StepLine
 from midflight.observe.meanings import MEANINGS, meaning_of
-from midflight.observe.named import named
+from midflight.observe.metrics import metrics_of
 from midflight.observe.prometheus import Metrics
 from midflight.observe.reference import reference, written
 from midflight.observe.status import TRAINER_KEYS, LearningStatus, Totals
@@ -37,7 +37,7 @@ def test_every_name_that_a_line_may_lead_to_has_a_meaning() -> None:
         **dict.fromkeys(measured, 1),  # type: ignore[arg-type]
     )  # fmt: skip
     score = EvaluationLine(version=1, step=1, seconds=1.0, source="a/b", num_tasks=3, mean_reward=0.5)
-    names = [*named(line), *named(score)]
+    names = [*metrics_of(line), *metrics_of(score)]
     assert len(names) > 40 and [name for name in names if meaning_of(name) is None] == []
     assert [name for name in SAME if meaning_of(name) is None] == [], "and trl's names are of ours"
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from midflight.archive.runs import ArchivedRun, differences
 from midflight.observe.history import JournalHistory
 from midflight.observe.lines import StepLine
-from midflight.observe.named import named
+from midflight.observe.metrics import metrics_of
 from midflight.observe.plot import MOVING_STEPS, moving_average
 from midflight.observe.readable import number
 from midflight.view.charting import COLORS, DASHES, GREY, axes
@@ -425,7 +425,7 @@ def _named(steps: Sequence[StepLine], names: Mapping[str, str]) -> dict[str, Poi
 def _points(steps: Sequence[StepLine], name: str) -> Points:
     points: Points = []
     for step in steps:
-        values = named(step)
+        values = metrics_of(step)
         if name in values:
             points.append((step.step, values[name]))
     return points
