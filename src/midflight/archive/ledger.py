@@ -3,7 +3,7 @@ they agree with the run's own books.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,6 +58,60 @@ class Ledger:
     @property
     def balanced(self) -> bool:
         return not self.mistakes
+
+    @property
+    def balance(self) -> str:
+        """Says whether the sums agree, and if not, what is wrong."""
+        if self.mistakes:
+            return f"it does not add up: {'; '.join(self.mistakes)}"
+        received = self.accounts.received_tokens
+        return f"it balances: each of {received:,} tokens is in one place"
+
+    @property
+    def places(self) -> list[tuple[Fate, Reason | None]]:
+        """Everything that became of some tokens, in the order of fates."""
+        order = list(Fate)
+        found = set[tuple[Fate, Reason | None]]()
+        for line in self.sources:
+            found.update(line.tokens)
+        return sorted(found, key=lambda place: (order.index(place[0]), place[1] or ""))
+
+    def token_rows(self) -> Iterator[tuple[str, ...]]:
+        """Yields the lines of a table: a place, the tokens there of each source and of all, and
+        what they are.
+        """
+        received = [line.received for line in self.sources]
+        yield _row("received", received, "by rollouts that have ended")
+        for place in self.places:
+            _, reason = place
+            counts = [line.tokens.get(place, 0) for line in self.sources]
+            yield _row(place_name(place), counts, MEANINGS[reason] if reason else "")
+        blank = [""] * len(self.sources)
+        what = "completed turns of rollouts that go on"
+        yield "in flight", *blank, f"{self.in_flight:,}", what
+
+    def groups(self) -> Mapping[str, int]:
+        """The number of groups by their fate; those that were dropped by the reason too."""
+        accounts = self.accounts
+        found = {
+            "submitted": accounts.submitted,
+            "trained": accounts.trained,
+            "waiting": accounts.waiting,
+            "leased": accounts.leased,
+            "running": accounts.running,
+        }
+        for reason, number in accounts.dropped.items():
+            found[f"dropped: {reason}"] = number
+        return found
+
+
+def _row(name: str, counts: Sequence[int], meaning: str) -> tuple[str, ...]:
+    return name, *(f"{count:,}" for count in counts), f"{sum(counts):,}", meaning
+
+
+def place_name(place: tuple[Fate, Reason | None]) -> str:
+    fate, reason = place
+    return fate.value if reason is None else f"{fate}: {reason}"
 
 
 def ledger_of(folder: Path) -> Ledger:
