@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from midflight.archive.stored import StoreReader, reading
+from midflight.archive.stored import GROUP_STATE, StoreReader, reading
 from midflight.trajectories.database import State, decode_turn
 from midflight.types import Accounts, Fate, Reason
 
@@ -143,16 +143,13 @@ def _sources(store: StoreReader) -> tuple[LedgerLine, ...]:
 
 
 def _accounts(store: StoreReader, total: Mapping[tuple[Fate, Reason | None], int]) -> Accounts:
-    """Returns the accounts of the run. A group whose step was made counts as trained, in a
-    checkpoint or not. A group that will run again counts with its next try.
-    """
+    """Returns the accounts of the run. A group that will run again counts with its next try."""
     groups = Counter[str]()
     dropped = Counter[str]()
-    for state, reason, done, number in store.ask(
-        "SELECT state, reason, COALESCE(done, 0), COUNT(*) FROM groups LEFT JOIN leases USING "
-        "(lease) GROUP BY 1, 2, 3"
+    for state, reason, number in store.ask(
+        f"SELECT {GROUP_STATE}, reason, COUNT(*) FROM groups g GROUP BY 1, 2"
     ):
-        groups[State.TRAINED if done else state] += number
+        groups[state] += number
         if state == State.DROPPED:
             dropped[reason] += number
     del groups[State.IN_LINE]
