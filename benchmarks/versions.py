@@ -75,7 +75,7 @@ from midflight.models.load import load_model, save_model
 from midflight.models.lora import add_adapters, lora_config
 from midflight.models.names import named_tensors
 from midflight.types import WeightManifest
-from midflight.weights.frames import Frames, encode
+from midflight.weights.difference_codec import Frames, encode
 from midflight.weights.transports.select import publisher, receiver
 
 # --- Differences ----------------------------------------------------------------------------------

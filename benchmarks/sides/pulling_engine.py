@@ -17,7 +17,7 @@ from harness.rounds import timed
 
 from midflight.types import WeightManifest
 from midflight.weights.transports.pull import PullReceiver
-from midflight.weights.transports.receive import DeltaReceiver
+from midflight.weights.transports.delta_receiver import DeltaReceiver
 
 
 def main() -> None:

@@ -21,6 +21,13 @@ from midflight.types import GroupKey, Kind, RolloutKey, Task
 
 Decoded = TypeVar("Decoded")
 
+GROUP_STATE = (
+    "CASE WHEN g.lease IN (SELECT lease FROM leases WHERE done) THEN 'trained' ELSE g.state END"
+)
+"""The state of a group `g` in SQL. A group whose step was made counts as trained, in a checkpoint or
+not.
+"""
+
 
 class StoreReader:
     """One look at a store. It is a transaction of its own, so that all its answers belong to one

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from midflight.observe.lines import AlarmLine, EvaluationLine, StepLine
-from midflight.observe.named import named
+from midflight.observe.metrics import metrics_of
 from midflight.observe.status import Totals
 
 STEP = {"step": 3, "version": 3, "seconds": 9.0, "step_seconds": 0.5, "tokens": 40, "generation_rate": 8.0, "training_rate": 6.0}
@@ -34,7 +34,7 @@ def test_lengths_clips_spreads_failures_and_tools_have_the_names_of_their_sides(
         trainer={"grad_norm": 0.7, "rho/k3": None},
         totals=Totals(),
     )
-    found = named(line)
+    found = metrics_of(line)
     assert {name: found[name] for name in ("train/grad_norm", "train/tokens", "rollout/length_mean", "rollout/clipped_ratio")} == {
         "train/grad_norm": 0.7,
         "train/tokens": 40,
@@ -51,5 +51,5 @@ def test_lengths_clips_spreads_failures_and_tools_have_the_names_of_their_sides(
 
 def test_an_evaluation_has_the_name_of_its_source_and_alarms_have_no_numbers() -> None:
     score = EvaluationLine(version=4, step=4, seconds=1.0, source="spell", num_tasks=7, mean_reward=0.5, num_failed=1)
-    assert named(score) == {"eval/spell/reward": 0.5, "eval/spell/num_tasks": 7.0, "eval/spell/num_failed": 1.0}
-    assert named(AlarmLine(version=1, step=1, seconds=1.0, name="failure", text="x")) == {}
+    assert metrics_of(score) == {"eval/spell/reward": 0.5, "eval/spell/num_tasks": 7.0, "eval/spell/num_failed": 1.0}
+    assert metrics_of(AlarmLine(version=1, step=1, seconds=1.0, name="failure", text="x")) == {}
