@@ -16,8 +16,8 @@ import msgspec
 from harness.rounds import timed
 
 from midflight.types import WeightManifest
-from midflight.weights.transports.pull import PullReceiver
 from midflight.weights.transports.delta_receiver import DeltaReceiver
+from midflight.weights.transports.pull import PullReceiver
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from midflight.archive.phases import room_of
+from midflight.archive.conversation import config_of
 from midflight.cli.configurations import config_of_folder, config_of_run, is_stored
 from midflight.config import load_config
 from midflight.config.dump import as_toml
@@ -71,7 +71,7 @@ def test_what_is_said_for_a_resumed_run_is_new(tmp_path: Path) -> None:
 def test_what_such_a_run_left_is_read_as_before(tmp_path: Path) -> None:
     path = stored(tmp_path, "file", "engine.max_running=3")
     assert is_stored(path) and not is_stored(tmp_path / "run.toml")
-    assert room_of(tmp_path).slots == 3
+    assert config_of(tmp_path).engine.max_running == 3
 
 
 def test_a_stored_configuration_without_such_a_value_is_read_without_a_note(tmp_path: Path) -> None:

@@ -89,7 +89,9 @@ def test_a_page_follows_a_run_and_survives_its_restart(tmp_path: Path, look: Loo
         (folder / "new").replace(folder / "metrics.jsonl")
         expect(page.locator('[data-test="steps"]')).to_have_text("2 of 4")
         expect(page.locator('[data-test="reward, last step"]')).to_have_text("0.625")
-        (folder / "summary.json").write_text('{"steps": 2, "version": 2, "seconds": 75.0, "peak_memory_mb": 1234.5}')  # no line comes with it
+        (folder / "summary.json").write_text(
+            '{"steps": 2, "version": 2, "seconds": 75.0, "peak_memory_mb": 1234.5}'
+        )  # no line comes with it
         expect(page.locator('[data-test="time"]')).to_have_text("1 min 15 s")
         expect(page.locator('[data-test="peak memory"]')).to_have_text("1,234 MB")
 
