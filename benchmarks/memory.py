@@ -33,11 +33,13 @@ from typing import TypeVar
 
 from smoke import SETTINGS, options_of
 
-from midflight.cli.configurations import config_of_file, preflight
-from midflight.cli.dry_run import longest_prompt
+from midflight.cli.configurations import config_of_file
 from midflight.config.derived import model_sizes
 from midflight.config.memory import MemoryItem, memory_estimate, total_bytes
 from midflight.observe.memory import PROC, descendants
+from midflight.run.launcher.checks.check import Plan
+from midflight.run.launcher.checks.table import trial
+from midflight.run.launcher.checks.tasks import longest_prompt
 
 DEMO = Path(__file__).parents[1] / "configs" / "demo.toml"
 SHARED = Path("/dev/shm")
@@ -177,7 +179,9 @@ def estimated(
 ) -> tuple[tuple[MemoryItem, ...], int | None]:
     """What the dry run says that the run takes, with the longest prompt of its tasks in tokens."""
     checked = config_of_file(config, list(overrides), folder)
-    longest = longest_prompt(preflight(checked).sources)
+    plan = Plan(config=checked)
+    trial(plan)
+    longest = longest_prompt(plan.loaded.survey)
     return memory_estimate(checked, model_sizes(checked.model), longest_prompt=longest), longest
 
 

@@ -56,7 +56,7 @@ def measured(path: Path, heldout: int) -> Iterator[tuple[str, float, float]]:
     from midflight.config.sources import SourceSection
     from midflight.environments.seeded_stream import SeededStream
     from midflight.environments.sources import load_sources
-    from midflight.run.launcher.survey import Survey
+    from midflight.run.launcher.checks.tasks import Survey
 
     yield "before", 0.0, resident_mb()
     section = SourceSection(path=path, answer="answer", heldout=heldout)

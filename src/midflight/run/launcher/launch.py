@@ -9,7 +9,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from midflight.config import derived
 from midflight.config.sections import Config
 from midflight.errors import ConfigError
 from midflight.observe.readable import heldout
@@ -18,9 +17,9 @@ from midflight.observe.summary_table import summary_table
 from midflight.observe.terminal import Terminal
 from midflight.run.endpoint import ControlToken, control_token
 from midflight.run.launcher import opening
+from midflight.run.launcher.checks.folder import check_run_folder
 from midflight.run.launcher.ending import main_task
 from midflight.run.launcher.folder import CONFIG, ROWS, kept, prepare, set_aside
-from midflight.run.launcher.folder_checks import check_run_folder
 from midflight.run.launcher.folder_lock import hold_folder
 from midflight.run.launcher.program import Program
 from midflight.run.launcher.replaced_files import is_aside
@@ -120,23 +119,7 @@ def rollouts(config: Config, *, overwrite: bool = False, token: str | None) -> i
     """Runs engines, gateway and rollouts for the user's own trainer, until that has finished, or
     until Ctrl-C.
     """
-    if config.environment.sampling.truncates_the_policy and not derived.trains_truncated(
-        config, trainer_is_ours=False
-    ):
-        raise ConfigError(
-            "environment.top_p, top_k and min_p leave nothing to train for a trainer that does "
-            "not read `kept`. Set correction.sampling_masks = true if yours does, or remove them."
-        )
-    if config.engine.lend:
-        raise ConfigError(
-            "engine.lend lends what our trainer computes on, and here another trains. Remove it, "
-            "or raise engine.count."
-        )
-    model = _model(
-        config.model.path,
-        "set model.path to a Hugging Face model folder; `midflight new-model DIR` makes one to try "
-        "with",
-    )
+    model = _model(config.model.path)
     chosen = control_token(token)
     folder = Path(config.run.folder)
     with Terminal(as_json=as_json(config)) as terminal, hold_folder(folder, terminal.say) as lock:
@@ -239,11 +222,9 @@ def evaluate(config: Config, model: Path, *, program: Program | None = None) -> 
     return status
 
 
-def _model(
-    folder: Path | None, remedy: str = "pass --model DIR, a Hugging Face model folder"
-) -> ModelReady:
+def _model(folder: Path | None) -> ModelReady:
     if folder is None:
-        raise ConfigError(f"no model was given: {remedy}.")
+        raise ConfigError("no model was given: pass --model DIR, a Hugging Face model folder.")
     return ModelReady(str(folder.resolve()), 0)
 
 

@@ -174,7 +174,7 @@ class Ring:
 
     def _memory_words(self, *, trains: bool) -> str:
         # it knows clusters, which few runs need
-        from midflight.run.places.fit import memory_words, this_hardware
+        from midflight.run.launcher.checks.fit import memory_words, this_hardware
 
         return memory_words(self._config, this_hardware(), trains=trains)
 

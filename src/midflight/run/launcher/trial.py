@@ -19,6 +19,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from midflight.config.sections import RunSection
+from midflight.errors import ConfigError
 from midflight.observe.activity import ProcessActivity
 from midflight.observe.readable import duration
 from midflight.run.orphan_guard import guarded
@@ -37,6 +39,8 @@ _LIBRARIES = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platli
 OF_OTHERS = tuple(f'File "{place}' for place in ("<", *_LIBRARIES))
 """Frames that begin so belong to libraries. The user's own frames, which called them, say more."""
 LAST_LINES = 5
+STALL_SECONDS = RunSection().stall_seconds
+"""The seconds after which a trial counts as hung where there is no configuration."""
 
 
 class TrialFailed(Exception):
@@ -98,6 +102,22 @@ def answer_of(
     if process.returncode != 0:
         raise TrialFailed(f"ended with status {process.returncode}.{_end(errors)}")
     return (out.splitlines() or [b""])[-1]
+
+
+def module_answer(
+    module: str,
+    patience: TrialWait,
+    *words: str,
+    environ: Mapping[str, str],
+    given: bytes = b"",
+    meanwhile: Callable[[], None] = lambda: None,
+) -> bytes:
+    """The answer of a module of the launcher. Raises `ConfigError` if it gives none."""
+    command = [sys.executable, "-m", f"midflight.run.launcher.{module}", *words]
+    try:
+        return answer_of(command, patience, given=given, environ=environ, meanwhile=meanwhile)
+    except TrialFailed as failed:
+        raise ConfigError(f"{patience.what} {failed}") from failed
 
 
 def _followed(process: subprocess.Popen[bytes], patience: TrialWait) -> tuple[bytes, bytes]:

@@ -1,0 +1,96 @@
+"""Checks of what is installed: Midflight, Python, the packages that are needed, and the extras."""
+
+import platform
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+
+from packaging.requirements import Requirement
+
+from midflight.observe.machine import PACKAGES, package_version
+from midflight.run.launcher.checks.check import Finding, Plan, Severity
+from midflight.version import described
+
+
+def versions(_: Plan) -> Iterator[Finding]:
+    """Says which Midflight and which Python this is."""
+    yield Finding(Severity.OK, "midflight", described())
+    yield Finding(
+        Severity.OK,
+        "python",
+        f"{platform.python_version()} at {sys.executable}; {platform.platform(terse=True)}",
+    )
+
+
+def packages(_: Plan) -> Iterator[Finding]:
+    """Yields findings on the packages that Midflight needs, and on its extras."""
+    if package_version("midflight") is None:
+        # Python finds the sources by its path, and their requirements are not recorded.
+        yield Finding(
+            Severity.WARNING,
+            "packages",
+            "midflight runs from its source folder and is not installed, so what it needs was not "
+            "looked at",
+            "pip install -e . in the source folder",
+        )
+        return
+    missing: defaultdict[str, list[str]] = defaultdict(list)
+    for requirement, extra in _requirements():
+        there = package_version(requirement.name)
+        is_met = there is not None and requirement.specifier.contains(there, prereleases=True)
+        lacking = missing[extra]  # an extra whose packages are all there needs an entry too
+        if is_met:
+            continue
+        lacking.append(requirement.name)
+        if not extra:
+            version = "is not installed" if there is None else there
+            found = f"{requirement.name} {version}, {requirement.specifier or 'any'} is needed"
+            yield Finding(
+                Severity.ERROR,
+                "packages",
+                found,
+                f"pip install -U '{requirement.name}{requirement.specifier}'",
+            )
+    versions = {name: package_version(name) for name in PACKAGES}
+    shown = [f"{name} {version}" for name, version in versions.items() if version]
+    yield Finding(Severity.OK, "packages", ", ".join(shown))
+    yield _extras(missing)
+
+
+def _extras(missing: Mapping[str, Sequence[str]]) -> Finding:
+    """Returns a finding on the extras that are there, by the packages that each lacks."""
+    complete: list[str] = []
+    incomplete: list[str] = []
+    for name, lacking in sorted(missing.items()):
+        if not name or name in ("test", "lint"):
+            continue
+        if lacking:
+            incomplete.append(name)
+        else:
+            complete.append(name)
+    text = ", ".join(complete) or "none"
+    if not incomplete:
+        return Finding(Severity.OK, "extras", text)
+    return Finding(
+        Severity.OK,
+        "extras",
+        f"{text}; without {', '.join(incomplete)}",
+        f"where you want them: pip install 'midflight[{','.join(incomplete)}]'",
+    )
+
+
+def _requirements() -> Iterator[tuple[Requirement, str]]:
+    """Each requirement with its extra, which is empty if it is always needed. Requirements of other
+    systems are left out.
+    """
+    extras = metadata.metadata("midflight").get_all("Provides-Extra") or []
+    for text in metadata.requires("midflight") or []:
+        requirement = Requirement(text)
+        marker = requirement.marker
+        if marker is None or marker.evaluate({"extra": ""}):
+            yield requirement, ""
+        else:
+            for extra in extras:
+                if marker.evaluate({"extra": extra}):
+                    yield requirement, extra
