@@ -143,7 +143,7 @@ def test_the_version_names_the_commit_of_the_checkout_or_what_a_wheel_brought(tm
     assert midflight.version.described() == f"{midflight.version.__version__} (commit 0123456789ab)"
 
 
-@pytest.severity.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_is_printed_for_each_shell(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", shell]) == 0
     printed = capsys.readouterr().out

@@ -103,7 +103,7 @@ def refused_by_all(capsys: pytest.CaptureFixture[str], *options: str) -> str:
 def test_a_wrong_option_is_refused_by_all_three_in_the_same_sentence(option: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     more = ["model.max_context=256"]
     if words == "leaves none for an answer":
-        Path("rows.jsonl").write_text("".join(json.dumps({"question": "a" * 300, "answer": f"{i}"}) + "\n" for i in range(4)))
+        Path("rows.jsonl").write_text("".join(json.dumps({"question": f"{i}" * 300, "answer": f"{i}"}) + "\n" for i in range(4)))
     assert words in refused_by_all(capsys, *more, option)
 
 
@@ -121,9 +121,9 @@ def test_a_disk_and_a_shared_memory_without_room_are_refused_by_all_three(
 ) -> None:
     found = shutil.disk_usage
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**10))
-    assert "where 1.0 kB are free" in refused_by_all(capsys)
+    assert "where 1 KB are free" in refused_by_all(capsys)
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**10) if path == machine.SHARED else found(path))
-    assert refused_by_all(capsys).startswith("/dev/shm has 1.0 kB free")
+    assert refused_by_all(capsys).startswith("/dev/shm has 1 KB free")
 
 
 def test_a_process_that_may_open_too_few_files_is_refused_by_all_three(
