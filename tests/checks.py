@@ -6,12 +6,11 @@ from collections.abc import Callable
 
 from midflight.config import Config
 from midflight.run.launcher.checks.check import About, Findings, Plan
-from midflight.run.launcher.checks.table import ask, findings, rows_of
+from midflight.run.launcher.checks.table import BESIDE_TRIAL, IN_TRIAL, ask, findings
 
 
 def found_in(config: Config, *, doing: Callable[[str], None] = lambda _: None) -> Findings:
-    """What a start asks of tasks, code and machine, without torch, which is a process of its own."""
-    plan = Plan(config=config, doing=doing)
-    rows = [check for check in rows_of(plan) if check.in_trial or check.about is About.MACHINE]
-    found = ask(plan, [check for check in rows if check.name != "torch"])
-    return findings(plan, found)
+    """What a start asks of room, tasks and code. Torch is not asked for devices, which takes a process."""
+    plan = Plan(config, doing=doing)
+    room = [check for check in BESIDE_TRIAL if check.about is About.ROOM]
+    return findings(plan, ask(plan, [*room, *IN_TRIAL]))

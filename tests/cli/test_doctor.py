@@ -27,7 +27,8 @@ SIZES = {"model_type": "qwen3", "hidden_size": 16, "intermediate_size": 32, "num
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the looks that start processes."""
-    monkeypatch.setattr(table, "CHECKS", tuple(check for check in table.CHECKS if check.name not in ("torch", "servers")))
+    slow = (devices.torch, engines.servers)
+    monkeypatch.setattr(table, "BESIDE_TRIAL", tuple(check for check in table.BESIDE_TRIAL if check.look not in slow))
 
 
 def model(folder: Path, **changed: object) -> Path:
@@ -39,8 +40,8 @@ def model(folder: Path, **changed: object) -> Path:
 
 
 def looked(folder: Path) -> dict[str, Finding]:
-    plan = Plan(config=load_config(None, [f"model.path={folder}"]), caller=Caller.DOCTOR, about=frozenset({About.MODEL}))
-    return {finding.what: finding for finding in table.ask(plan, table.rows_of(plan))}
+    plan = Plan(load_config(None, [f"model.path={folder}"]), Caller.DOCTOR, about=frozenset({About.MODEL}))
+    return {finding.what: finding for finding in table.ask(plan, [*table.AT_ONCE, *table.IN_TRIAL])}
 
 
 def test_a_machine_where_a_default_run_works_is_status_0(quick: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +66,7 @@ def test_sources_that_are_not_installed_are_noted_with_the_remedy(monkeypatch: p
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", nothing)
-    (finding,) = software.packages(Plan(config=Config()))
+    (finding,) = software.packages(Plan(Config()))
     assert finding.severity is Severity.WARNING and "not installed" in finding.found and "pip install -e ." in finding.remedy
 
 
@@ -77,7 +78,7 @@ def test_a_port_that_is_taken_is_a_problem_of_the_configuration(quick: None, cap
 
 def test_torch_that_cannot_be_imported_is_a_problem_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "PROBE_TORCH", "raise ImportError('libcudart.so.12: cannot open')")
-    (finding,) = devices.torch(Plan(config=Config(), caller=Caller.DOCTOR))
+    (finding,) = devices.torch(Plan(Config(), caller=Caller.DOCTOR))
     assert finding.severity is Severity.ERROR and "libcudart.so.12" in finding.found and "install it again" in finding.remedy
 
 
@@ -88,7 +89,7 @@ def test_a_server_is_found_by_its_variable_with_its_version(tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)  # where `make engines` has brought neither
     monkeypatch.setenv("MIDFLIGHT_VLLM_PYTHON", str(python))
     monkeypatch.setenv("MIDFLIGHT_SGLANG_PYTHON", str(python))
-    vllm, sglang = engines.servers(Plan(config=Config()))
+    vllm, sglang = engines.servers(Plan(Config()))
     assert (vllm.severity, vllm.found) == (Severity.OK, f"0.25.1 at {python}")
     assert sglang.severity is Severity.WARNING and "which has no sglang" in sglang.found
 

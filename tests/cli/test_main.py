@@ -88,7 +88,7 @@ def test_train_hands_over_the_configuration_with_overrides_and_folder(launch: La
     Path("elsewhere/checkpoints/version-00000000").mkdir(parents=True)
     assert main(["train", DEMO, "--set", "run.steps=3", "--set", "rollout.max_staleness=2", "--folder", "elsewhere", "--resume"]) == 0
     name, _, kwargs = launch.calls[0]
-    assert (name, kwargs) == ("train", {"resume": True, "overwrite": False, "own_loss": None})
+    assert (name, kwargs) == ("train", {"resume": True, "overwrite": False, "found": Findings()})
     assert (launch.config.run.steps, launch.config.rollout.max_staleness, launch.config.run.folder) == (3, 2, Path("elsewhere"))
 
 

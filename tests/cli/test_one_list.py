@@ -16,8 +16,8 @@ import pytest
 from midflight.cli import main
 from midflight.errors import ConfigError
 from midflight.run.launcher import launch
-from midflight.run.launcher.checks import machine, table
-from midflight.run.launcher.checks.check import EVERYBODY, Check, Finding, Plan, TorchFound
+from midflight.run.launcher.checks import devices, engines, machine, table
+from midflight.run.launcher.checks.check import EVERYBODY, About, Check, Finding, Plan, TorchFound
 from midflight.run.launcher.folder_lock import hold_folder
 from midflight.run.places import ray
 
@@ -33,7 +33,8 @@ heldout = 1
 """
 
 
-def seen(plan: Plan) -> None:
+def torch(plan: Plan) -> None:
+    """It sees no GPU."""
     plan.loaded.torch = TorchFound("2.13.0", None, ())
 
 
@@ -43,20 +44,16 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     def trial(plan: Plan, *, meanwhile: Callable[[], None] = lambda: None) -> list[Finding]:
         meanwhile()
-        return table.ask(plan, [check for check in table.rows_of(plan) if check.in_trial])
+        return table.ask(plan, table.IN_TRIAL)
 
-    parts = tuple(tuple(stood_for(check) for check in part if check.name not in ("servers", "proofs")) for part in table.PARTS)
-    monkeypatch.setattr(table, "PARTS", parts)
+    beside = [check for check in table.BESIDE_TRIAL if check.look not in (devices.torch, engines.servers)]
+    monkeypatch.setattr(table, "BESIDE_TRIAL", [Check(torch, About.MACHINE), *beside])
     monkeypatch.setattr(table, "trial", trial)
     monkeypatch.setattr(launch, "train", lambda config, **_: 0)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT))
     Path("run.toml").write_text(RUN)
     Path("rows.jsonl").write_text("".join(json.dumps({"question": f"{i}", "answer": f"{i}"}) + "\n" for i in range(4)))
-
-
-def stood_for(check: Check) -> Check:
-    return Check("torch", seen, check.about) if check.name == "torch" else check
 
 
 def letters(text: str) -> str:
@@ -185,7 +182,10 @@ def test_a_sound_run_starts_and_is_called_sound(capsys: pytest.CaptureFixture[st
 
 
 def test_a_check_that_may_refuse_is_asked_by_all_three_and_stands_in_the_list_once() -> None:
-    assert len({check.name for check in table.CHECKS}) == len(table.CHECKS)
-    assert len({check.look for check in table.CHECKS}) == len(table.CHECKS)
-    some = {check.name for check in table.CHECKS if check.callers != EVERYBODY}
-    assert some - {check.name for check in table.CHECKS if check.informs} == {"proofs"}, "trainer and engine say it when they load a model"
+    parts = (table.AT_ONCE, table.BESIDE_TRIAL, table.IN_TRIAL, table.AT_LAST)
+    checks = [check for part in parts for check in part]
+    assert len({check.look for check in checks}) == len({check.name for check in checks}) == len(checks)
+    some = {check.name: check.callers for check in checks if check.callers != EVERYBODY}
+    assert [name for name, callers in some.items() if callers != table.DOCTOR] == ["proofs"], (
+        "trainer and engine say it as they load the model"
+    )

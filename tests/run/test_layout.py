@@ -73,5 +73,5 @@ def test_the_page_shows_the_fields_that_the_lists_have() -> None:
 def test_a_run_whose_every_turn_is_truncated_is_refused_for_a_trainer_that_does_not_read_what_was_kept(tmp_path: Path) -> None:
     config = load_config(None, [f"run.folder={tmp_path / 'run'}", "environment.top_p=0.9"])
     with pytest.raises(ConfigError, match=r"Set correction\.sampling_masks = true if yours does"):
-        checked(Plan(config=config, purpose=Purpose.ROLLOUTS))
+        checked(Plan(config, purpose=Purpose.ROLLOUTS))
     assert not (tmp_path / "run").exists()

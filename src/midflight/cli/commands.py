@@ -50,7 +50,6 @@ from midflight.version import described
 
 if TYPE_CHECKING:
     from midflight.config import Config
-    from midflight.run.launcher.checks.check import Findings
 
 FAILED = 1
 WRONG_CONFIG = 2
@@ -108,10 +107,9 @@ def train(
         print_report(plan.config, configurations.checked(plan))
         return 0
     findings = configurations.checked(plan, meanwhile=lambda: _begin(plan.config))
-    _say_notes(plan.config, findings)
     from midflight.run.launcher import launch
 
-    return launch.train(plan.config, resume=resume, overwrite=overwrite, own_loss=findings.own_loss)
+    return launch.train(plan.config, resume=resume, overwrite=overwrite, found=findings)
 
 
 @app.command()
@@ -140,10 +138,10 @@ def rollouts(
         purpose=Purpose.ROLLOUTS,
         overwrite=overwrite,
     )
-    _say_notes(plan.config, configurations.checked(plan, meanwhile=lambda: _begin(plan.config)))
+    findings = configurations.checked(plan, meanwhile=lambda: _begin(plan.config))
     from midflight.run.launcher import launch
 
-    return launch.rollouts(plan.config, overwrite=overwrite, token=control_token)
+    return launch.rollouts(plan.config, overwrite=overwrite, found=findings, token=control_token)
 
 
 @app.command()
@@ -221,17 +219,6 @@ def _begin(config: "Config") -> None:
     from midflight.run.launcher import launch
 
     launch.begin(config)
-
-
-def _say_notes(config: "Config", findings: "Findings") -> None:
-    """Prints the warnings of the checks."""
-    from midflight.observe.logs import json_line
-
-    for note in findings.notes:
-        text = f"note: {note}"
-        if config.observe.log_format == "json":
-            text = json_line("launcher", text)
-        typer.echo(text)
 
 
 def _observed(log_format: str | None, *, samples: bool = False) -> list[str]:

@@ -8,7 +8,7 @@ from midflight.cli.put_back import put_back_at
 from midflight.config import Config
 from midflight.errors import ConfigError, MidflightError
 from midflight.models.gguf_folders import model_folder
-from midflight.run.launcher.checks.check import About, Caller, Finding, Plan, Severity
+from midflight.run.launcher.checks.check import About, Caller, Finding, Plan, error
 from midflight.run.launcher.checks.table import look
 
 MACHINE = frozenset({About.MACHINE})
@@ -19,14 +19,12 @@ def examine(asked: Path | None, overrides: Sequence[str]) -> list[Finding]:
     path = _what(asked)
     try:
         plan = _plan(path, overrides)
-    except MidflightError as error:
+    except MidflightError as refused:
         name = "the defaults" if path is None else str(path)
-        wrong = [Finding(Severity.ERROR, name, line) for line in str(error).splitlines()]
-        plan = Plan(config=Config(), caller=Caller.DOCTOR, about=MACHINE)
-        return [*look(plan).found, *wrong]
+        wrong = [error(name, line) for line in str(refused).splitlines()]
+        return [*look(Plan(Config(), Caller.DOCTOR, about=MACHINE)).found, *wrong]
     put_back_at(plan.folder)
-    found = look(plan)
-    return [*found.found, *([] if found.problems else _sound(path, plan))]
+    return list(look(plan).found)
 
 
 def _what(asked: Path | None) -> Path | None:
@@ -51,33 +49,11 @@ def _what(asked: Path | None) -> Path | None:
 
 
 def _plan(path: Path | None, overrides: Sequence[str]) -> Plan:
-    """The plan of a configuration, of the defaults on this machine, or of these with a model."""
-    if path is not None and path.is_file():
-        return Plan(config=config_of_file(path, overrides, None), caller=Caller.DOCTOR)
-    defaults = config_of_file(None, overrides, None)
+    """The plan of a configuration, of the defaults on this machine, or of a model there."""
     if path is None:
-        return Plan(config=defaults, caller=Caller.DOCTOR, about=MACHINE)
-    section = defaults.model.model_copy(update={"path": path})
-    return Plan(
-        config=defaults,
-        elsewhere=defaults.model_copy(update={"model": section}),
-        caller=Caller.DOCTOR,
-        about=MACHINE | {About.MODEL},
-    )
-
-
-def _sound(path: Path | None, plan: Plan) -> list[Finding]:
-    """Says what was looked at, if nothing is wrong."""
-    if path is None:
-        text = "devices, disk, shared memory and port are there"
-        return [Finding(Severity.OK, "a default run", text)]
-    if About.RUN not in plan.about:
-        return []
-    return [
-        Finding(
-            Severity.OK,
-            "configuration",
-            f"{path} can run: environment, tasks, prompt, devices, disk, shared memory and port",
-            f"what it would do: midflight train {path} --dry-run",
-        )
-    ]
+        defaults = config_of_file(None, overrides, None)
+        return Plan(defaults, Caller.DOCTOR, about=MACHINE | {About.ROOM})
+    if path.is_file():
+        return Plan(config_of_file(path, overrides, None), Caller.DOCTOR)
+    config = config_of_file(None, [f"model.path={path}", *overrides], None)
+    return Plan(config, Caller.DOCTOR, about=MACHINE | {About.MODEL})

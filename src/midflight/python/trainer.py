@@ -173,21 +173,17 @@ class Trainer:
         overwrite = self._overwrite if overwrite is None else overwrite
         shown = console(shown=self._progress)
         plan = Plan(
-            config=self.config,
-            elsewhere=self._asked.tried,
+            self._asked.tried,
             resume=resume,
             overwrite=overwrite,
-            gives_rows=self._asked.rows is not None,
             objects=self._asked.objects,
         )
         with _in_words_of_python():
             found = configurations.checked(plan, meanwhile=lambda: launch.begin(self.config, shown))
-        for note in found.notes:
-            shown.print(f"note: {note}", highlight=False, markup=False)
         rows = self._asked.rows
         program = Program(self._asked.objects, None if rows is None else rows.path, shown)
         self._under_way = BackgroundRun(
-            self.config, program, resume=resume, overwrite=overwrite, own_loss=found.own_loss
+            self.config, program, resume=resume, overwrite=overwrite, found=found
         )
         self._lines = self._under_way.lines(since_start=True)
         self._listener = None

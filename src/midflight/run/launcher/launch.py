@@ -17,6 +17,7 @@ from midflight.observe.summary_table import summary_table
 from midflight.observe.terminal import Terminal
 from midflight.run.endpoint import ControlToken, control_token
 from midflight.run.launcher import opening
+from midflight.run.launcher.checks.check import Findings
 from midflight.run.launcher.checks.folder import check_run_folder
 from midflight.run.launcher.ending import main_task
 from midflight.run.launcher.folder import CONFIG, ROWS, kept, prepare, set_aside
@@ -67,13 +68,13 @@ def train(
     *,
     resume: bool = False,
     overwrite: bool = False,
-    own_loss: str | None = None,
+    found: Findings = Findings(),
     program: Program | None = None,
 ) -> int:
     """Trains a model. Ctrl-C ends it within five seconds, with everything written and nothing left
     running; `--resume` goes on from there.
 
-    It works in any thread, and in a notebook. `own_loss` is the description of the user's own loss.
+    It works in any thread, and in a notebook. `found` is what the checks have found.
     """
     program = program or Program()
     folder = Path(config.run.folder)
@@ -89,13 +90,14 @@ def train(
         _begin_in(folder, config, resume=resume, say=terminal.say)
         if program.rows is not None:
             shutil.copyfile(program.rows, folder / ROWS)
-        terminal.say(opening.training(config, own_loss=own_loss))
+        _say_notes(terminal, found)
+        terminal.say(opening.training(config, own_loss=found.own_loss))
         run = Run(
             config,
             terminal,
             token,
             lock,
-            loss=opening.loss_lines(config, own_loss),
+            loss=opening.loss_lines(config, found.own_loss),
             program=program,
         )
         warn(terminal, config, anonymous=False)
@@ -115,7 +117,9 @@ def train(
     return status
 
 
-def rollouts(config: Config, *, overwrite: bool = False, token: str | None) -> int:
+def rollouts(
+    config: Config, *, overwrite: bool = False, found: Findings = Findings(), token: str | None
+) -> int:
     """Runs engines, gateway and rollouts for the user's own trainer, until that has finished, or
     until Ctrl-C.
     """
@@ -125,6 +129,7 @@ def rollouts(config: Config, *, overwrite: bool = False, token: str | None) -> i
     with Terminal(as_json=as_json(config)) as terminal, hold_folder(folder, terminal.say) as lock:
         check_run_folder(config, resume=False, overwrite=overwrite, trains=False)
         _begin_in(folder, config, resume=False, say=terminal.say)
+        _say_notes(terminal, found)
         terminal.say(opening.rolling_out(config))
         run = Run(config, terminal, chosen, lock)
         warn(terminal, config, anonymous=False)
@@ -141,6 +146,11 @@ def rollouts(config: Config, *, overwrite: bool = False, token: str | None) -> i
             summary = run.conclude(finished=status == 0)
         terminal.say(summary_table(summary, run.status))
     return status
+
+
+def _say_notes(terminal: Terminal, found: Findings) -> None:
+    for note in found.notes:
+        terminal.say(f"note: {note}")
 
 
 def announce(terminal: Terminal, address: str, token: ControlToken) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,11 @@ class Finding(msgspec.Struct, frozen=True):
         return f"{self.what}: {self.found}; {self.remedy}" if self.remedy else self.found
 
 
+ok = partial(Finding, Severity.OK)
+warning = partial(Finding, Severity.WARNING)
+error = partial(Finding, Severity.ERROR)
+
+
 class SamplePrompt(msgspec.Struct, frozen=True):
     """The text of a task as the model reads it, and its tokens with their ids."""
 
@@ -67,18 +73,6 @@ class SourceFindings(msgspec.Struct, frozen=True):
     num_left_out: int
     num_measured: int = 0
     lengths: tuple[int, ...] = ()
-    num_too_long: int = 0
-    """The measured prompts that are so long that no token is left for an answer."""
-
-
-class TorchFound(msgspec.Struct, frozen=True):
-    """The version of torch, that of CUDA if it is built for it, and the name and the memory in bytes
-    of each GPU that it sees.
-    """
-
-    torch: str
-    cuda: str | None
-    devices: tuple[tuple[str, int], ...]
 
 
 class Findings(msgspec.Struct, frozen=True):
@@ -116,18 +110,25 @@ class Caller(StrEnum):
     DOCTOR = "doctor"
 
 
-EVERYBODY = frozenset(Caller)
-
-
 class About(StrEnum):
     """The thing that a check looks at. `midflight doctor` may be asked about some alone."""
 
     MACHINE = "machine"
-    """This machine, with the defaults if there is no configuration."""
+    ROOM = "room"
+    """The room and the devices that a run finds on the machine."""
     MODEL = "model"
-    """The folder of a model."""
     RUN = "run"
-    """A configuration, with its tasks and its code."""
+    """The configuration, with its tasks and its code."""
+
+
+class TorchFound(msgspec.Struct, frozen=True):
+    """The version of torch, that of CUDA if it is built for it, and the name and the memory in bytes
+    of each GPU that it sees.
+    """
+
+    torch: str
+    cuda: str | None
+    devices: tuple[tuple[str, int], ...]
 
 
 @dataclass(slots=True)
@@ -139,36 +140,25 @@ class Loaded:
     sources: Sequence[Source] = ()
     tokenizer: Tokenizer | None = None
     prompt: SamplePrompt | None = None
-    survey: tuple[SourceFindings, ...] = ()
+    survey: list[SourceFindings] = field(default_factory=list[SourceFindings])
     own_loss: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What would begin, and who asks."""
 
     config: Config
-    elsewhere: Config | None = None
-    """The configuration for the checks of model, tasks and code, if it is another: a program's rows
-    lie elsewhere before there is a folder, and `midflight doctor` may be asked about a model alone.
-    """
     caller: Caller = Caller.START
-    about: frozenset[About] = frozenset(About)
     purpose: Purpose = Purpose.TRAIN
+    about: frozenset[About] = frozenset(About)
     resume: bool = False
     overwrite: bool = False
-    gives_rows: bool = False
-    """True if a program brings the rows that the folder gets."""
     objects: bytes = given.NOTHING
     """The objects that a Python program gives to its run, packed."""
     doing: Callable[[str], None] = lambda _: None
     """Receives each next action, as a verb with its object."""
     loaded: Loaded = field(default_factory=Loaded)
-
-    @property
-    def tried(self) -> Config:
-        """The configuration for the checks of model, tasks and code."""
-        return self.elsewhere or self.config
 
     @property
     def trains(self) -> bool:
@@ -182,6 +172,10 @@ class Plan:
 
 # --- A row of the table ---------------------------------------------------------------------------
 
+EVERYBODY = frozenset(Caller)
+TASKS = frozenset({Purpose.TRAIN, Purpose.ROLLOUTS})
+"""Commands that draw tasks, publish versions and keep a run in a folder."""
+
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -189,16 +183,15 @@ class Check:
     its lines.
 
     A check that may refuse a run is asked by all three callers, so that none of them says that a
-    run is sound which another refuses. One that only informs may be asked by some. `proofs` is
-    asked by the dry run alone, because trainer and engine find the same when they load the model.
+    run is sound which another refuses. What doctor alone asks refuses nothing. The dry run alone
+    asks for `proofs`, because trainer and engine find the same when they load the model.
     """
 
-    name: str
     look: Callable[[Plan], Iterable[Finding] | None]
     about: About
+    purposes: frozenset[Purpose] = TASKS
     callers: frozenset[Caller] = EVERYBODY
-    purposes: frozenset[Purpose] = frozenset(Purpose)
-    in_trial: bool = False
-    """True if it needs the user's code or torch, which the process of a command does without."""
-    informs: bool = False
-    """True if it refuses nothing: an error that it raises is a warning."""
+
+    @property
+    def name(self) -> str:
+        return self.look.__name__.replace("_", " ")

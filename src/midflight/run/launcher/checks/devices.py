@@ -11,7 +11,7 @@ import msgspec
 from midflight.config.seats import device_map
 from midflight.config.sections import Config
 from midflight.observe.readable import size
-from midflight.run.launcher.checks.check import Finding, Plan, Severity, TorchFound
+from midflight.run.launcher.checks.check import Finding, Plan, TorchFound, error, ok, warning
 from midflight.run.launcher.trial import STALL_SECONDS, TrialFailed, TrialWait, answer_of
 
 PROBE_TORCH = """
@@ -30,8 +30,7 @@ def torch(plan: Plan) -> Iterator[Finding]:
         answer = answer_of(command, TrialWait("importing torch", STALL_SECONDS))
     except TrialFailed as failed:
         last = str(failed).splitlines()[-1]
-        yield Finding(
-            Severity.ERROR,
+        yield error(
             "torch",
             f"cannot be used: {last}",
             "install it again, in the build for this machine",
@@ -39,12 +38,11 @@ def torch(plan: Plan) -> Iterator[Finding]:
         return
     found = plan.loaded.torch = msgspec.json.decode(answer, type=TorchFound)
     build = f"CUDA {found.cuda}" if found.cuda else "built for the CPU"
-    yield Finding(Severity.OK, "torch", f"{found.torch}, {build}")
+    yield ok("torch", f"{found.torch}, {build}")
     for number, (name, memory) in enumerate(found.devices):
-        yield Finding(Severity.OK, f"cuda:{number}", f"{name}, {size(memory)}")
+        yield ok(f"cuda:{number}", f"{name}, {size(memory)}")
     if not found.devices and Path("/dev/nvidia0").exists():
-        yield Finding(
-            Severity.WARNING,
+        yield warning(
             "devices",
             "there is a GPU (/dev/nvidia0) that torch does not see",
             "install a CUDA build of torch, and look at the driver with nvidia-smi; without, "
@@ -52,7 +50,7 @@ def torch(plan: Plan) -> Iterator[Finding]:
         )
     last_device = len(found.devices) - 1
     where = f"cpu and cuda:0 to cuda:{last_device}" if found.devices else "the CPU"
-    yield Finding(Severity.OK, "engine embedded", f"there, on {where}")
+    yield ok("engine embedded", f"there, on {where}")
 
 
 def devices(plan: Plan) -> Iterator[Finding]:
@@ -66,8 +64,7 @@ def devices(plan: Plan) -> Iterator[Finding]:
         device_map(plan.config, number=count)
         return
     for key, device in wanted.items():
-        yield Finding(
-            Severity.ERROR,
+        yield error(
             key,
             f"{key} is {device!r}, which this machine has not got; set it to cpu: torch sees no GPU.",
         )

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 
-from midflight.run.launcher.checks.check import Finding, Plan, Severity
+from midflight.run.launcher.checks.check import Finding, Plan, ok, warning
 from midflight.run.launcher.trial import STALL_SECONDS, TrialFailed, TrialWait, answer_of
 
 SERVERS = {"vllm": "MIDFLIGHT_VLLM_PYTHON", "sglang": "MIDFLIGHT_SGLANG_PYTHON"}
@@ -31,21 +31,19 @@ def servers(_: Plan) -> Iterator[Finding]:
             if python and os.access(python, os.X_OK):
                 found = found or _server(name, python)
         if found is None and os.environ.get(variable):
-            yield Finding(
-                Severity.WARNING,
+            yield warning(
                 f"engine {name}",
                 f"{variable} names {os.environ[variable]}, which has no {name}",
                 "correct or unset it",
             )
         elif found is None:
-            yield Finding(
-                Severity.OK,
+            yield ok(
                 f"engine {name}",
                 "not here",
                 f"where you want it: make engines, or engine.python of an environment with {name}",
             )
         else:
-            yield Finding(Severity.OK, f"engine {name}", found)
+            yield ok(f"engine {name}", found)
 
 
 def _server(name: str, python: str) -> str | None:

@@ -14,7 +14,7 @@ def environment(plan: Plan) -> None:
     from midflight.environments.mcp_servers import check_servers
     from midflight.environments.registry import AgentProgram
 
-    section = plan.tried.environment
+    section = plan.config.environment
     entries = ", ".join(entries_of(section))
     plan.doing(f"imports {entries or agent_of(section)}")
     program = AgentProgram(section)
@@ -26,18 +26,18 @@ def environment(plan: Plan) -> None:
 
 def own_loss(plan: Plan) -> None:
     """Tries a loss of the user's own on a few tokens."""
-    kind = plan.tried.objective.kind
+    kind = plan.config.objective.kind
     if kind in OBJECTIVES:
         return
     from midflight.trainer.own_loss import described
 
     plan.doing(f"imports {kind}")
-    plan.loaded.own_loss = described(plan.tried)
+    plan.loaded.own_loss = described(plan.config)
 
 
 def trackers(plan: Plan) -> None:
     """Makes each tracker that the user wrote."""
-    for name in plan.tried.observe.trackers:
+    for name in plan.config.observe.trackers:
         if ":" in name:
             from midflight.trackers.tracker import made
 

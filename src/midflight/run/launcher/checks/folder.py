@@ -14,7 +14,7 @@ from midflight.config.sections import Config
 from midflight.errors import ConfigError
 from midflight.observe.readable import size
 from midflight.run.launcher import replaced_files
-from midflight.run.launcher.checks.check import Caller, Finding, Plan, Severity
+from midflight.run.launcher.checks.check import Caller, Finding, Plan, warning
 from midflight.run.launcher.checks.model import check_same_model
 from midflight.run.launcher.folder import ROWS, can_go_on, kept, num_bytes_of_run, places_of
 from midflight.run.launcher.folder_lock import check_free
@@ -31,7 +31,6 @@ def run_folder(plan: Plan) -> Iterator[Finding]:
             resume=plan.resume,
             overwrite=plan.overwrite,
             trains=plan.trains,
-            gives_rows=plan.gives_rows,
         )
         if plan.resume:
             check_same_model(plan.config)
@@ -40,8 +39,8 @@ def run_folder(plan: Plan) -> Iterator[Finding]:
         check_free(plan.folder)
         _check_nothing_kept(plan.folder, trains=plan.trains)
     except ConfigError as error:
-        yield Finding(Severity.WARNING, "run.folder", str(error))
-    _check_apart(plan.config, plan.folder, gives_rows=plan.gives_rows)
+        yield warning("run.folder", str(error))
+    _check_apart(plan.config, plan.folder, gives_rows=False)
 
 
 def check_run_folder(

@@ -11,7 +11,7 @@ from midflight.config import derived
 from midflight.config.disk import shared_bytes
 from midflight.errors import ConfigError
 from midflight.observe.readable import size
-from midflight.run.launcher.checks.check import Finding, Plan, Severity
+from midflight.run.launcher.checks.check import Finding, Plan, error, ok, warning
 from midflight.weights.transports.files import SHARED
 from midflight.wire.server import listen
 
@@ -29,20 +29,16 @@ def machine(_: Plan) -> Iterator[Finding]:
     if hasattr(os, "sched_getaffinity"):
         allowed = len(os.sched_getaffinity(0))
     note = "" if allowed == cores else f", of which this process may use {allowed}"
-    yield Finding(Severity.OK, "processors", f"{cores}{note}")
-    yield Finding(Severity.OK, "memory", size(derived.machine_bytes()))
-    yield Finding(
-        Severity.OK, "disk", f"{size(shutil.disk_usage(Path.cwd()).free)} free in {Path.cwd()}"
-    )
+    yield ok("processors", f"{cores}{note}")
+    yield ok("memory", size(derived.machine_bytes()))
+    yield ok("disk", f"{size(shutil.disk_usage(Path.cwd()).free)} free in {Path.cwd()}")
     if SHARED.is_dir():
-        yield Finding(
-            Severity.OK,
+        yield ok(
             "shared memory",
             f"{size(shutil.disk_usage(SHARED).free)} free in {SHARED}",
         )
     else:
-        yield Finding(
-            Severity.WARNING,
+        yield warning(
             "shared memory",
             f"there is no {SHARED}",
             'set weights.transport = "file"',
@@ -50,11 +46,10 @@ def machine(_: Plan) -> Iterator[Finding]:
     try:
         with tempfile.TemporaryFile():
             pass
-    except OSError as error:
-        yield Finding(
-            Severity.ERROR,
+    except OSError as failed:
+        yield error(
             "temporary files",
-            f"cannot be written: {error.strerror}",
+            f"cannot be written: {failed.strerror}",
             "set TMPDIR to a folder that can be written to",
         )
     proxied = [
@@ -68,7 +63,7 @@ def machine(_: Plan) -> Iterator[Finding]:
             f"{proxied[0]} is set, and clients of agents may ask the proxy for the gateway at "
             "127.0.0.1"
         )
-        yield Finding(Severity.WARNING, "proxy", text, "set no_proxy=127.0.0.1,localhost")
+        yield warning("proxy", text, "set no_proxy=127.0.0.1,localhost")
 
 
 def limits(_: Plan) -> Iterator[Finding]:
@@ -82,14 +77,13 @@ def limits(_: Plan) -> Iterator[Finding]:
             raised = (
                 "raise the hard limit (limits.conf, LimitNOFILE= of systemd, --ulimit of Docker)"
             )
-        mark = Severity.ERROR if files < MIN_FILES else Severity.WARNING
-        yield Finding(mark, "open files", f"{shown}; a large run may hold {GOOD_FILES:,}", raised)
+        say = error if files < MIN_FILES else warning
+        yield say("open files", f"{shown}; a large run may hold {GOOD_FILES:,}", raised)
     else:
-        yield Finding(Severity.OK, "open files", shown)
+        yield ok("open files", shown)
     processes = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     if 0 <= processes < MIN_PROCESSES:
-        yield Finding(
-            Severity.WARNING,
+        yield warning(
             "processes",
             f"{processes}, threads counted",
             f"ulimit -u {MIN_PROCESSES}",
@@ -100,8 +94,7 @@ def limits(_: Plan) -> Iterator[Finding]:
     ):
         allowed = resource.getrlimit(kind)[0]
         if allowed != resource.RLIM_INFINITY:
-            yield Finding(
-                Severity.WARNING,
+            yield warning(
                 name,
                 f"limited to {allowed:,} bytes",
                 f"ulimit -{letter} unlimited",

@@ -17,7 +17,7 @@ from midflight.errors import ConfigError
 from midflight.models.adapters import adapter_of
 from midflight.models.sizes import num_experts_of, read_config, sizes_of
 from midflight.models.tokenizers import check_tokenizer
-from midflight.run.launcher.checks.check import Finding, Plan, Severity
+from midflight.run.launcher.checks.check import Finding, Plan, error, ok, warning
 from midflight.run.launcher.trial import STALL_SECONDS, TrialWait, module_answer
 from midflight.text.byte_tokenizer import byte_tokenizer, write_byte_tokenizer
 from midflight.text.formats.format import reasoning_format, tool_format
@@ -26,7 +26,7 @@ from midflight.text.tokenizer import Tokenizer
 
 def model(plan: Plan) -> Iterator[Finding]:
     """Says the sizes of a model folder. Raises `ModelNotFound` if it is none."""
-    folder = plan.tried.model.path
+    folder = plan.config.model.path
     if folder is None:
         return
     sizes = sizes_of(folder)
@@ -34,15 +34,13 @@ def model(plan: Plan) -> Iterator[Finding]:
         f"{_architecture(folder)}, {sizes.num_parameters:,} parameters, context of "
         f"{sizes.max_context or 'unknown'}"
     )
-    yield Finding(
-        Severity.OK, "model", text, f"whether it is computed right: midflight check-model {folder}"
-    )
+    yield ok("model", text, f"whether it is computed right: midflight check-model {folder}")
 
 
 def tokenizer(plan: Plan) -> Iterator[Finding]:
     """Loads the tokenizer of the model, or of a model that is made."""
     plan.doing("loads the tokenizer")
-    folder = plan.tried.model.path
+    folder = plan.config.model.path
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="midflight-") as made:
             write_byte_tokenizer(Path(made))
@@ -51,24 +49,22 @@ def tokenizer(plan: Plan) -> Iterator[Finding]:
     loaded = plan.loaded.tokenizer = check_tokenizer(folder)
     rows = sizes_of(folder).vocab_size
     text = f"{loaded.vocab_size} ids, the model has {rows} rows of embeddings"
-    yield Finding(Severity.OK, "tokenizer", text)
+    yield ok("tokenizer", text)
 
 
 def chat_template(plan: Plan) -> Iterator[Finding]:
     """Says what the template of a model folder does with a question and its answer."""
     tokenizer = plan.loaded.tokenizer
-    if tokenizer is None or plan.tried.model.path is None:
+    if tokenizer is None or plan.config.model.path is None:
         return
     if not tokenizer.eos_token_ids:
-        yield Finding(
-            Severity.WARNING,
+        yield warning(
             "end of an answer",
             "no token ends one, so that each goes on to its limit",
             "name eos_token_id in generation_config.json",
         )
     if tokenizer.template is None:
-        yield Finding(
-            Severity.WARNING,
+        yield warning(
             "chat template",
             "there is none, so that chats are refused",
             "add chat_template.jinja to the folder",
@@ -81,8 +77,7 @@ def chat_template(plan: Plan) -> Iterator[Finding]:
     calls = tool_format("auto", tokenizer)
     called = type(calls).__name__ if calls else "Hermes (no sign of another)"
     thinking = "thinks" if reasoning_format("auto", tokenizer) else "no thinking"
-    yield Finding(
-        Severity.OK,
+    yield ok(
         "chat template",
         f"writes a question in {len(tokenizer.encode(asked))} tokens; calls as {called}, "
         f"{thinking}",
@@ -94,22 +89,21 @@ def chat_template(plan: Plan) -> Iterator[Finding]:
             "on to their limit"
         )
         remedy = "add the token behind an answer to eos_token_id in generation_config.json"
-        yield Finding(Severity.WARNING, "end of an answer", text, remedy)
+        yield warning("end of an answer", text, remedy)
 
 
 def architecture(plan: Plan) -> Iterator[Finding]:
     """Checks that the model's folder can be loaded, and says what adapters do not reach."""
-    folder = plan.tried.model.path
+    folder = plan.config.model.path
     if folder is None:
         return
     from midflight.models.load import check_folder  # it imports torch
 
     plan.doing("looks at the model")
     check_folder(folder)
-    number = 0 if plan.tried.lora.rank is None else num_experts_of(folder)
+    number = 0 if plan.config.lora.rank is None else num_experts_of(folder)
     if number:
-        yield Finding(
-            Severity.WARNING,
+        yield warning(
             "lora",
             f"[lora] does not reach the {number} experts of each layer, nor their router: they "
             "stay as they are, and adapters train the linear layers beside them, attention "
@@ -216,19 +210,18 @@ def proofs(plan: Plan) -> Iterator[Finding]:
     """Says whether each part computes what the model computes. Trainer and embedded engine refuse
     by themselves, when they load it, a model that they do not compute right.
     """
-    section = plan.tried.model
+    section = plan.config.model
     if section.path is None:
         return
-    stall_seconds = plan.tried.run.stall_seconds
+    stall_seconds = plan.config.run.stall_seconds
     refusing = ["trainer:"]
-    if plan.tried.engine.kind == "embedded":
+    if plan.config.engine.kind == "embedded":
         refusing.append("engine:")
     for is_right, line in prove(section.path, section.max_context, stall_seconds=stall_seconds):
-        severity = Severity.OK
+        say = ok
         if not is_right:
-            refused = line.startswith(tuple(refusing))
-            severity = Severity.ERROR if refused else Severity.WARNING
-        yield Finding(severity, "proofs", f"model, {line}")
+            say = error if line.startswith(tuple(refusing)) else warning
+        yield say("proofs", f"model, {line}")
 
 
 def prove(

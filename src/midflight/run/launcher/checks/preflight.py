@@ -14,7 +14,7 @@ import msgspec
 from midflight import given
 from midflight.config.sections import Config
 from midflight.run.launcher.checks.check import About, Caller, Plan
-from midflight.run.launcher.checks.table import ask, findings, rows_of
+from midflight.run.launcher.checks.table import IN_TRIAL, ask, findings
 from midflight.run.launcher.trial import trying
 from midflight.run.parts import Purpose
 
@@ -22,16 +22,11 @@ from midflight.run.parts import Purpose
 def main() -> None:
     with trying() as trial:
         given.read(sys.stdin.buffer)
+        config = Config.model_validate_json(sys.stdin.read())
         caller, purpose, *about = sys.argv[1:]
-        plan = Plan(
-            config=Config.model_validate_json(sys.stdin.read()),
-            caller=Caller(caller),
-            purpose=Purpose(purpose),
-            about=frozenset(map(About, about)),
-            doing=trial.doing,
-        )
-        found = ask(plan, [check for check in rows_of(plan) if check.in_trial])
-        trial.answer(msgspec.json.encode(findings(plan, found)))
+        things = frozenset(map(About, about))
+        plan = Plan(config, Caller(caller), Purpose(purpose), things, doing=trial.doing)
+        trial.answer(msgspec.json.encode(findings(plan, ask(plan, IN_TRIAL))))
 
 
 if __name__ == "__main__":

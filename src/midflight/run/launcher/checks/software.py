@@ -9,15 +9,14 @@ from importlib import metadata
 from packaging.requirements import Requirement
 
 from midflight.observe.machine import PACKAGES, package_version
-from midflight.run.launcher.checks.check import Finding, Plan, Severity
+from midflight.run.launcher.checks.check import Finding, Plan, error, ok, warning
 from midflight.version import described
 
 
 def versions(_: Plan) -> Iterator[Finding]:
     """Says which Midflight and which Python this is."""
-    yield Finding(Severity.OK, "midflight", described())
-    yield Finding(
-        Severity.OK,
+    yield ok("midflight", described())
+    yield ok(
         "python",
         f"{platform.python_version()} at {sys.executable}; {platform.platform(terse=True)}",
     )
@@ -27,8 +26,7 @@ def packages(_: Plan) -> Iterator[Finding]:
     """Yields findings on the packages that Midflight needs, and on its extras."""
     if package_version("midflight") is None:
         # Python finds the sources by its path, and their requirements are not recorded.
-        yield Finding(
-            Severity.WARNING,
+        yield warning(
             "packages",
             "midflight runs from its source folder and is not installed, so what it needs was not "
             "looked at",
@@ -46,15 +44,14 @@ def packages(_: Plan) -> Iterator[Finding]:
         if not extra:
             version = "is not installed" if there is None else there
             found = f"{requirement.name} {version}, {requirement.specifier or 'any'} is needed"
-            yield Finding(
-                Severity.ERROR,
+            yield error(
                 "packages",
                 found,
                 f"pip install -U '{requirement.name}{requirement.specifier}'",
             )
     versions = {name: package_version(name) for name in PACKAGES}
     shown = [f"{name} {version}" for name, version in versions.items() if version]
-    yield Finding(Severity.OK, "packages", ", ".join(shown))
+    yield ok("packages", ", ".join(shown))
     yield _extras(missing)
 
 
@@ -71,9 +68,8 @@ def _extras(missing: Mapping[str, Sequence[str]]) -> Finding:
             complete.append(name)
     text = ", ".join(complete) or "none"
     if not incomplete:
-        return Finding(Severity.OK, "extras", text)
-    return Finding(
-        Severity.OK,
+        return ok("extras", text)
+    return ok(
         "extras",
         f"{text}; without {', '.join(incomplete)}",
         f"where you want them: pip install 'midflight[{','.join(incomplete)}]'",

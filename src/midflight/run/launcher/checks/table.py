@@ -1,9 +1,8 @@
 """The list of all checks before a run, and how it is asked.
 
 Three callers ask it: the start of a run, its dry run, and `midflight doctor`. Each check stands
-here once, in the order in which it is asked. A start and a dry run end between two parts if there
-is an error by then; doctor goes on. The checks that need the user's code or torch run in a process
-of their own (`preflight`), and beside it the others of their part.
+here once, in the order in which it is asked. A start and a dry run end between two parts of the
+list if there is an error by then; doctor goes on.
 """
 
 import os
@@ -28,6 +27,7 @@ from midflight.run.launcher.checks import (
     tasks,
 )
 from midflight.run.launcher.checks.check import (
+    TASKS,
     About,
     Caller,
     Check,
@@ -35,58 +35,61 @@ from midflight.run.launcher.checks.check import (
     Findings,
     Plan,
     Severity,
+    error,
 )
 from midflight.run.launcher.trial import TrialWait, module_answer
 from midflight.run.parts import Purpose
 
 MACHINE = About.MACHINE
+ROOM = About.ROOM
 MODEL = About.MODEL
 RUN = About.RUN
-TASKS = frozenset({Purpose.TRAIN, Purpose.ROLLOUTS})
-"""Commands that draw tasks, publish versions and keep a run in a folder."""
-TRAINING = frozenset({Purpose.TRAIN})
+ALL = frozenset(Purpose)
 FOREIGN = frozenset({Purpose.ROLLOUTS})
 DOCTOR = frozenset({Caller.DOCTOR})
 DRY_RUN = frozenset({Caller.DRY_RUN})
 
 AT_ONCE = (
-    Check("versions", software.versions, MACHINE, DOCTOR, informs=True),
-    Check("packages", software.packages, MACHINE),
-    Check("machine", machine.machine, MACHINE),
-    Check("limits", machine.limits, MACHINE),
-    Check("model", model.model, MODEL),
-    Check("teacher", model.teacher, RUN, purposes=TASKS),
-    Check("engine.python", engines.interpreter, RUN),
-    Check("sizes", fit.sizes, RUN),
-    Check("own trainer", own_trainer.own_trainer, RUN, purposes=FOREIGN),
-    Check("run.folder", folder.run_folder, RUN, purposes=TASKS),
+    # check, what it is about, commands if more than those with tasks, callers if not all three
+    Check(software.versions, MACHINE, ALL, DOCTOR),
+    Check(software.packages, MACHINE, ALL),
+    Check(machine.machine, MACHINE, ALL),
+    Check(machine.limits, MACHINE, ALL),
+    Check(model.model, MODEL, ALL),
+    Check(model.teacher, RUN),
+    Check(engines.interpreter, RUN, ALL),
+    Check(fit.sizes, RUN, ALL),
+    Check(own_trainer.own_trainer, RUN, FOREIGN),
+    Check(folder.run_folder, RUN),
 )
-TRIED = (
-    Check("torch", devices.torch, MACHINE),
-    Check("devices", devices.devices, MACHINE),
-    Check("servers", engines.servers, MACHINE, DOCTOR, informs=True),
-    Check("disk", folder.disk, MACHINE, purposes=TASKS),
-    Check("shared memory", machine.shared_memory, MACHINE, purposes=TASKS),
-    Check("port", machine.port, MACHINE, purposes=TASKS),
-    Check("environment", environment.environment, RUN, purposes=TASKS, in_trial=True),
-    Check("sources", tasks.sources, RUN, purposes=TASKS, in_trial=True),
-    Check("columns", tasks.columns, RUN, purposes=TASKS, in_trial=True),
-    Check("tokenizer", model.tokenizer, MODEL, purposes=TASKS, in_trial=True),
-    Check("chat template", model.chat_template, MODEL, DOCTOR, in_trial=True, informs=True),
-    Check("prompt", tasks.prompt, RUN, purposes=TASKS, in_trial=True),
-    Check("rows", tasks.rows, RUN, purposes=TASKS, in_trial=True),
-    Check("worst memory", tasks.worst_memory, RUN, purposes=TRAINING, in_trial=True, informs=True),
-    Check("warm_start.data", tasks.conversations, RUN, purposes=TASKS, in_trial=True),
-    Check("architecture", model.architecture, RUN, purposes=TASKS, in_trial=True),
-    Check("objective", environment.own_loss, RUN, purposes=TASKS, in_trial=True),
-    Check("trackers", environment.trackers, RUN, purposes=TASKS, in_trial=True),
+IN_TRIAL = (
+    # these need the user's code, or libraries that this process does without
+    Check(environment.environment, RUN),
+    Check(tasks.sources, RUN),
+    Check(tasks.columns, RUN),
+    Check(model.tokenizer, MODEL),
+    Check(model.chat_template, MODEL, TASKS, DOCTOR),
+    Check(tasks.prompt, RUN),
+    Check(tasks.rows, RUN),
+    Check(tasks.lengths, RUN),
+    Check(tasks.memory, RUN),
+    Check(tasks.conversations, RUN),
+    Check(model.architecture, RUN),
+    Check(environment.own_loss, RUN),
+    Check(environment.trackers, RUN),
+)
+BESIDE_TRIAL = (
+    Check(devices.torch, MACHINE),
+    Check(devices.devices, ROOM),
+    Check(engines.servers, MACHINE, TASKS, DOCTOR),
+    Check(folder.disk, ROOM),
+    Check(machine.shared_memory, ROOM),
+    Check(machine.port, ROOM),
 )
 AT_LAST = (
-    Check("cluster", cluster.cluster, RUN),
-    Check("proofs", model.proofs, RUN, DRY_RUN),
+    Check(cluster.cluster, RUN, ALL),
+    Check(model.proofs, RUN, TASKS, DRY_RUN),
 )
-PARTS = (AT_ONCE, TRIED, AT_LAST)
-CHECKS = (*AT_ONCE, *TRIED, *AT_LAST)
 
 
 def checked(plan: Plan, *, meanwhile: Callable[[], None] = lambda: None) -> Findings:
@@ -101,78 +104,66 @@ def checked(plan: Plan, *, meanwhile: Callable[[], None] = lambda: None) -> Find
 
 def look(plan: Plan, *, meanwhile: Callable[[], None] = lambda: None) -> Findings:
     """Asks the checks of the plan. `meanwhile` is called beside the trial."""
-    found: list[Finding] = []
-    for part in PARTS:
-        if any(map(is_error, found)) and plan.caller is not Caller.DOCTOR:
-            break
-        found += _part(plan, rows_of(plan, part), meanwhile)
+    found = ask(plan, AT_ONCE)
+    if _goes_on(plan, found):
+        beside: list[Finding] = []
+
+        def ask_beside() -> None:
+            meanwhile()
+            beside.extend(ask(plan, BESIDE_TRIAL))
+
+        tried = trial(plan, meanwhile=ask_beside)
+        found += beside + tried
+    if _goes_on(plan, found):
+        found += ask(plan, AT_LAST)
     return findings(plan, found)
 
 
-def _part(plan: Plan, checks: Iterable[Check], meanwhile: Callable[[], None]) -> list[Finding]:
-    in_trial = [check for check in checks if check.in_trial]
-    others = [check for check in checks if not check.in_trial]
-    if not in_trial:
-        return ask(plan, others)
-    found: list[Finding] = []
-
-    def beside() -> None:
-        meanwhile()
-        found.extend(ask(plan, others))
-
-    tried = trial(plan, meanwhile=beside)
-    return found + tried
-
-
-def rows_of(plan: Plan, checks: Iterable[Check] = CHECKS) -> list[Check]:
-    """Those of the checks that the plan asks for, in the order of the table."""
-    return [
-        check
-        for check in checks
-        if check.about in plan.about
-        and plan.caller in check.callers
-        and plan.purpose in check.purposes
-    ]
+def _goes_on(plan: Plan, found: Iterable[Finding]) -> bool:
+    return plan.caller is Caller.DOCTOR or not any(one.severity is Severity.ERROR for one in found)
 
 
 def ask(plan: Plan, checks: Iterable[Check]) -> list[Finding]:
-    """Asks these checks in this process."""
+    """Asks those of the checks that the plan asks for, in this process."""
     found: list[Finding] = []
     for check in checks:
-        # doctor tells all that a machine or a model has; others are only held up by its errors
-        tells_all = plan.caller is Caller.DOCTOR or check.about is RUN
-        for finding in _asked(plan, check):
-            if tells_all or is_error(finding):
-                found.append(finding)
+        if (
+            check.about in plan.about
+            and plan.purpose in check.purposes
+            and plan.caller in check.callers
+        ):
+            found += _asked(plan, check)
     return found
 
 
 def _asked(plan: Plan, check: Check) -> list[Finding]:
-    severity = Severity.WARNING if check.informs else Severity.ERROR
     found: list[Finding] = []
     try:
         found.extend(check.look(plan) or ())
-    except (MidflightError, OSError) as error:
-        for line in str(error).splitlines():
-            found.append(Finding(severity, check.name, line))
-    return found
-
-
-def is_error(finding: Finding) -> bool:
-    return finding.severity is Severity.ERROR
+    except (MidflightError, OSError) as refused:
+        severity = Severity.WARNING if check.callers == DOCTOR else Severity.ERROR
+        found += [Finding(severity, check.name, line) for line in str(refused).splitlines()]
+    if plan.caller is Caller.DOCTOR or check.about is RUN:
+        return found
+    # a start tells nothing of a machine or a model but what stops it
+    return [one for one in found if one.severity is Severity.ERROR]
 
 
 def findings(plan: Plan, found: Iterable[Finding]) -> Findings:
     """These findings, with what the checks have read."""
     loaded = plan.loaded
-    return Findings(tuple(found), loaded.prompt, loaded.own_loss, loaded.survey)
+    return Findings(tuple(found), loaded.prompt, loaded.own_loss, tuple(loaded.survey))
 
 
 def trial(plan: Plan, *, meanwhile: Callable[[], None] = lambda: None) -> list[Finding]:
-    """Asks the checks that need the user's code or torch in a process of their own. Waits for that
-    process as long as it moves, and reports the wait; `meanwhile` is called beside it.
+    """Asks the checks of the trial in a process of their own. Waits for that process as long as it
+    moves, and reports the wait; `meanwhile` is called beside it. Without tasks or a model to look
+    at there is no such process.
     """
-    config = plan.tried
+    if plan.purpose not in TASKS or not plan.about & {MODEL, RUN}:
+        meanwhile()
+        return []
+    config = plan.config
     what = (
         f"trying the configuration (the agent is {agent_of(config.environment)!r}, "
         f"objective.kind is {config.objective.kind!r})"
@@ -183,18 +174,18 @@ def trial(plan: Plan, *, meanwhile: Callable[[], None] = lambda: None) -> list[F
         answer = module_answer(
             "checks.preflight",
             TrialWait(what, config.run.stall_seconds),
-            plan.caller.value,
-            plan.purpose.value,
-            *sorted(plan.about),
+            plan.caller,
+            plan.purpose,
+            *plan.about,
             given=plan.objects + config.model_dump_json().encode(),
             environ=environ,
             meanwhile=meanwhile,
         )
     except ConfigError as failed:
-        return [Finding(Severity.ERROR, "configuration", str(failed))]
+        return [error("configuration", str(failed))]
     said = msgspec.json.decode(answer, type=Findings)
     loaded = plan.loaded
     loaded.prompt = said.prompt
     loaded.own_loss = said.own_loss
-    loaded.survey = said.sources
+    loaded.survey = list(said.sources)
     return list(said.found)

@@ -19,12 +19,11 @@ from midflight.run.launcher.checks.check import (
     Finding,
     Plan,
     SamplePrompt,
-    Severity,
     SourceFindings,
+    warning,
 )
 from midflight.run.launcher.checks.fit import memory_note, this_hardware
 from midflight.run.launcher.drawing_time import DrawingTime, TakesLonger, with_few
-from midflight.text.tokenizer import Tokenizer
 from midflight.types import Task
 
 LOOKING_SECONDS = 20.0
@@ -41,8 +40,8 @@ def sources(plan: Plan) -> Iterator[Finding]:
     """Loads all tasks of the sources, or a few of those of datasets if drawing all takes too long
     here.
     """
-    sections = plan.tried.environment.sources
-    seed = plan.tried.run.seed
+    sections = plan.config.environment.sources
+    seed = plan.config.run.seed
     plan.doing("opens the sources of tasks")
     drawing = DrawingTime(sections, say=plan.doing)
     try:
@@ -73,7 +72,7 @@ def columns(plan: Plan) -> None:
 
 def prompt(plan: Plan) -> Iterator[Finding]:
     """Renders the first task's prompt, as the plainest environment and a warm start send it."""
-    config = plan.tried
+    config = plan.config
     tokenizer = plan.loaded.tokenizer
     if tokenizer is None or not plan.loaded.sources:
         return
@@ -98,156 +97,77 @@ def prompt(plan: Plan) -> Iterator[Finding]:
 
 
 def rows(plan: Plan) -> Iterator[Finding]:
-    """Looks at every row, and at the lengths of prompts if the model takes chats."""
-    config = plan.tried
+    """Makes every task of sources over rows, until the time is up. Raises `ConfigError` with file
+    and line of the first row that makes no task.
+    """
+    config = plan.config
     environment = config.environment
-    tokenizer = plan.loaded.tokenizer
-    if tokenizer is None or not plan.loaded.sources:
-        return
     learns_answers = config.warm_start.is_made and config.warm_start.data is None
     compares_answers = agent_of(environment) == SINGLE_TURN and not environment.rewards
-    survey = Survey(
-        needs_answer=compares_answers or learns_answers, max_context=config.model.max_context
-    )
+    needs_answer = compares_answers or learns_answers
     names = source_names(environment.sources)
     sections = dict(zip(names, environment.sources, strict=True))
+    left = LOOKING_SECONDS
     for source in plan.loaded.sources:
         plan.doing(f"looks at the tasks of {source.name}")
-        survey.rows(source, sections[source.name])
-    if plan.loaded.prompt is not None:
-        found = [survey.lengths(source, tokenizer) for source in plan.loaded.sources]
-        plan.loaded.survey = tuple(found)
-    yield from map(_note, survey.notes)
-
-
-def worst_memory(plan: Plan) -> Iterator[Finding]:
-    """Warns if the memory of the worst case, with the longest prompt, is more than there is."""
-    longest = longest_prompt(plan.loaded.survey)
-    note = memory_note(plan.tried, this_hardware(), longest_prompt=longest)
-    if note is not None:
-        yield _note(note)
-
-
-def longest_prompt(found: Sequence[SourceFindings]) -> int | None:
-    """Tokens of the longest prompt that was measured, or None if one source was not looked at."""
-    if not found or not all(source.lengths for source in found):
-        return None
-    return max(source.lengths[-1] for source in found)
-
-
-def conversations(plan: Plan) -> Iterator[Finding]:
-    """Looks at the conversations of `warm_start.data`, until the time is up."""
-    data = plan.tried.warm_start.data
-    tokenizer = plan.loaded.tokenizer
-    if data is None or tokenizer is None:
-        return
-    from midflight.run.trainer.conversations import Conversations
-
-    plan.doing("looks at warm_start.data")
-    conversations = Conversations(data, tokenizer, max_tokens=plan.tried.model.max_context)
-    looked = conversations.check(seconds=LOOKING_SECONDS)
-    if looked < len(conversations):
-        yield _note(
-            f"of warm_start.data the first {looked:,} of {len(conversations):,} conversations "
-            f"were looked at in {LOOKING_SECONDS:.0f} s of processor time: a broken one behind "
-            "them ends the run when it is learnt."
-        )
-
-
-def _note(text: str) -> Finding:
-    return Finding(Severity.WARNING, "tasks", text)
-
-
-# --- Rows and prompts -----------------------------------------------------------------------------
-
-
-class Survey:
-    """Looks at the tasks. Raises `ConfigError` with file and line of the first row that makes no
-    task.
-    """
-
-    def __init__(self, *, needs_answer: bool, max_context: int) -> None:
-        """With `needs_answer`, every task must have a text as `answer`."""
-        self._needs_answer = needs_answer
-        self._max_context = max_context
-        self._left = LOOKING_SECONDS
-        self.notes: list[str] = []
-
-    def rows(self, source: Source, section: SourceSection) -> None:
-        """Makes every task of a source over rows, until the time is up."""
-        if not isinstance(source.training, RowTasks):
-            return
         began = time.thread_time()
-        number = 0
         total = len(source.training) + len(source.heldout)
-        ids = array("q")
-        for number, task in enumerate(chain(source.training, source.heldout), start=1):
-            if self._needs_answer:
-                self._check_answer(source, task, number - 1)
-            if section.id:
-                ids.append(hash(task.id))
-            if number % 1000 == 0 and time.thread_time() - began > self._left:
-                break
-        self._left = max(0.5, self._left - (time.thread_time() - began))
-        if section.id and len(np.unique(np.frombuffer(ids, np.int64))) < len(ids):
-            self._refuse_twice(source, section)
-        if number < total:
-            self.notes.append(
-                f"of {source.name} the first {number:,} of {total:,} rows were looked at in "
+        looked = look_at_rows(
+            source, sections[source.name], needs_answer=needs_answer, seconds=left
+        )
+        left = max(0.5, left - (time.thread_time() - began))
+        if looked < total:
+            yield _note(
+                f"of {source.name} the first {looked:,} of {total:,} rows were looked at in "
                 f"{LOOKING_SECONDS:.0f} s of processor time: a broken one behind them ends the run "
                 "when it is drawn."
             )
 
-    def _check_answer(self, source: Source, task: Task, number: int) -> None:
-        try:
-            task.text("answer")
-        except TaskFieldMissing as error:
+
+def look_at_rows(
+    source: Source, section: SourceSection, *, needs_answer: bool, seconds: float
+) -> int:
+    """Returns the number of tasks that were made, which is that of all unless the processor time
+    was up. With `needs_answer`, every task must have a text as `answer`.
+    """
+    total = len(source.training) + len(source.heldout)
+    if not isinstance(source.training, RowTasks):
+        return total
+    began = time.thread_time()
+    ids = array("q")
+    looked = 0
+    for looked, task in enumerate(chain(source.training, source.heldout), start=1):
+        if needs_answer:
+            _check_answer(source, task, looked - 1)
+        if section.id:
+            ids.append(hash(task.id))
+        if looked % 1000 == 0 and time.thread_time() - began > seconds:
+            break
+    if section.id and len(np.unique(np.frombuffer(ids, np.int64))) < len(ids):
+        _refuse_twice(source, section)
+    return looked
+
+
+def _check_answer(source: Source, task: Task, number: int) -> None:
+    try:
+        task.text("answer")
+    except TaskFieldMissing as error:
+        raise ConfigError(
+            f"{_place(source, number)}: {error} The environment compares replies with a text: "
+            "name its column as answer in environment.sources, which makes numbers texts."
+        ) from None
+
+
+def _refuse_twice(source: Source, section: SourceSection) -> None:
+    seen: dict[str, int] = {}
+    for number, task in enumerate(chain(source.training, source.heldout)):
+        first = seen.setdefault(task.id, number)
+        if first != number:
             raise ConfigError(
-                f"{_place(source, number)}: {error} The environment compares replies with a text: "
-                "name its column as answer in environment.sources, which makes numbers texts."
-            ) from None
-
-    def _refuse_twice(self, source: Source, section: SourceSection) -> None:
-        seen: dict[str, int] = {}
-        for number, task in enumerate(chain(source.training, source.heldout)):
-            first = seen.setdefault(task.id, number)
-            if first != number:
-                raise ConfigError(
-                    f"{_place(source, number)}: column {section.id!r} is {task.id!r}, as at "
-                    f"{_place(source, first)}; ids must be unique within a source: correct one of "
-                    "them, or leave the option id out."
-                )
-
-    def lengths(self, source: Source, tokenizer: Tokenizer) -> SourceFindings:
-        """Tokenises some of the prompts. Raises `RequestRejected` if the chat template refuses
-        one.
-        """
-        lengths = np.array([_length(tokenizer, task) for task in _some(source.training)])
-        too_long = int((lengths >= self._max_context).sum())
-        if too_long:
-            self.notes.append(
-                f"{too_long} of {len(lengths)} prompts of {source.name} that were measured have "
-                f"{self._max_context} tokens or more (model.max_context), which leaves none for an "
-                "answer: their rollouts fail. Raise it, or remove those rows."
+                f"{_place(source, number)}: column {section.id!r} is {task.id!r}, as at "
+                f"{_place(source, first)}; ids must be unique within a source: correct one of "
+                "them, or leave the option id out."
             )
-        quantiles = tuple(int(x) for x in np.quantile(lengths, QUANTILES, method="nearest"))
-        return SourceFindings(
-            source.name,
-            num_training=len(source.training),
-            num_heldout=len(source.heldout),
-            num_left_out=source.num_left_out,
-            num_measured=len(lengths),
-            lengths=quantiles,
-            num_too_long=too_long,
-        )
-
-
-def _some(tasks: Sequence[Task]) -> Iterator[Task]:
-    return (tasks[i] for i in range(0, len(tasks), -(-len(tasks) // MEASURED)))
-
-
-def _length(tokenizer: Tokenizer, task: Task) -> int:
-    return len(tokenizer.encode(tokenizer.render(task.messages, add_generation_prompt=True)))
 
 
 def _place(source: Source, number: int) -> str:
@@ -261,3 +181,76 @@ def _place(source: Source, number: int) -> str:
     if isinstance(tasks, RowTasks):
         return tasks.place(number)
     return f"task {tasks[number].id} of {source.name}"
+
+
+def lengths(plan: Plan) -> Iterator[Finding]:
+    """Tokenises some of the prompts if the model takes chats. Raises `RequestRejected` if the chat
+    template refuses one.
+    """
+    tokenizer = plan.loaded.tokenizer
+    if tokenizer is None or plan.loaded.prompt is None:
+        return
+    most = plan.config.model.max_context
+    for source in plan.loaded.sources:
+        tasks = source.training
+        step = -(-len(tasks) // MEASURED)
+        measured: list[int] = []
+        for number in range(0, len(tasks), step):
+            text = tokenizer.render(tasks[number].messages, add_generation_prompt=True)
+            measured.append(len(tokenizer.encode(text)))
+        too_long = sum(length >= most for length in measured)
+        if too_long:
+            yield _note(
+                f"{too_long} of {len(measured)} prompts of {source.name} that were measured have "
+                f"{most} tokens or more (model.max_context), which leaves none for an answer: "
+                "their rollouts fail. Raise it, or remove those rows."
+            )
+        quantiles = np.quantile(measured, QUANTILES, method="nearest")
+        plan.loaded.survey.append(
+            SourceFindings(
+                source.name,
+                num_training=len(tasks),
+                num_heldout=len(source.heldout),
+                num_left_out=source.num_left_out,
+                num_measured=len(measured),
+                lengths=tuple(map(int, quantiles)),
+            )
+        )
+
+
+def memory(plan: Plan) -> Iterator[Finding]:
+    """Warns if the memory of the worst case, with the longest prompt, is more than there is."""
+    longest = longest_prompt(plan.loaded.survey)
+    note = memory_note(plan.config, this_hardware(), longest_prompt=longest)
+    if note is not None:
+        yield _note(note)
+
+
+def longest_prompt(found: Sequence[SourceFindings]) -> int | None:
+    """Tokens of the longest prompt that was measured, or None if one source was not looked at."""
+    if not found or not all(source.lengths for source in found):
+        return None
+    return max(source.lengths[-1] for source in found)
+
+
+def conversations(plan: Plan) -> Iterator[Finding]:
+    """Looks at the conversations of `warm_start.data`, until the time is up."""
+    data = plan.config.warm_start.data
+    tokenizer = plan.loaded.tokenizer
+    if data is None or tokenizer is None:
+        return
+    from midflight.run.trainer.conversations import Conversations
+
+    plan.doing("looks at warm_start.data")
+    conversations = Conversations(data, tokenizer, max_tokens=plan.config.model.max_context)
+    looked = conversations.check(seconds=LOOKING_SECONDS)
+    if looked < len(conversations):
+        yield _note(
+            f"of warm_start.data the first {looked:,} of {len(conversations):,} conversations "
+            f"were looked at in {LOOKING_SECONDS:.0f} s of processor time: a broken one behind "
+            "them ends the run when it is learnt."
+        )
+
+
+def _note(text: str) -> Finding:
+    return warning("tasks", text)
