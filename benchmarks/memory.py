@@ -179,7 +179,7 @@ def estimated(
 ) -> tuple[tuple[MemoryItem, ...], int | None]:
     """What the dry run says that the run takes, with the longest prompt of its tasks in tokens."""
     checked = config_of_file(config, list(overrides), folder)
-    plan = Plan(config=checked)
+    plan = Plan(checked)
     trial(plan)
     longest = longest_prompt(plan.loaded.survey)
     return memory_estimate(checked, model_sizes(checked.model), longest_prompt=longest), longest

@@ -16,7 +16,7 @@ import pytest
 from midflight.cli import main
 from midflight.errors import ConfigError
 from midflight.run.launcher import launch
-from midflight.run.launcher.checks import devices, engines, machine, table
+from midflight.run.launcher.checks import devices, engines, machine, software, table
 from midflight.run.launcher.checks.check import EVERYBODY, About, Check, Finding, Plan, TorchFound
 from midflight.run.launcher.folder_lock import hold_folder
 from midflight.run.places import ray
@@ -138,6 +138,20 @@ def test_temporary_files_that_cannot_be_written_are_refused_by_all_three(
 
     monkeypatch.setattr(machine.tempfile, "TemporaryFile", full)
     assert "set TMPDIR" in refused_by_all(capsys)
+
+
+def test_a_torch_that_cannot_be_imported_is_refused_by_all_three(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "PROBE_TORCH", "raise ImportError('libcudart.so.12: cannot open')")
+    monkeypatch.setattr(table, "BESIDE_TRIAL", [Check(devices.torch, About.MACHINE)])
+    assert refused_by_all(capsys).startswith("torch: cannot be used: ImportError: libcudart.so.12: cannot open; install it again")
+
+
+def test_a_package_that_is_missing_is_refused_by_all_three(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = software.package_version
+    monkeypatch.setattr(software, "package_version", lambda name: None if name == "safetensors" else found(name))
+    assert refused_by_all(capsys).startswith("packages: safetensors is not installed, ")
 
 
 def test_a_cluster_that_is_not_there_is_refused_by_all_three(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ def test_a_run_that_is_resumed_is_back_with_a_word_and_goes_on(
     monkeypatch.chdir(tmp_path)
     left_aside(Path("run"))
     monkeypatch.setattr(table, "trial", lambda plan, **_: list[object]())
-    checked(Plan(config=load_config(None, ["run.folder=run"]), resume=True))
+    checked(Plan(load_config(None, ["run.folder=run"]), resume=True))
     said = capsys.readouterr().err
     assert "is back" in said and "--resume goes on with it" in said
     assert 'name = "old"' in Path("run/config.toml").read_text()

@@ -30,7 +30,7 @@ from midflight.errors import MidflightError
 from midflight.run.launcher.checks.check import Plan
 from midflight.run.launcher.checks.cluster import cluster
 try:
-    cluster(Plan(config=load_config(None, sys.argv[1:])))
+    cluster(Plan(load_config(None, sys.argv[1:])))
 except MidflightError as error:
     print(error)
     sys.exit(2)

@@ -77,7 +77,7 @@ import sys
 from midflight.config.load import load_config
 from midflight.run.launcher.checks.check import Plan
 from midflight.run.launcher.checks.table import trial
-trial(Plan(config=load_config(None, ["environment.entry=hangs:solve"])))
+trial(Plan(load_config(None, ["environment.entry=hangs:solve"])))
 """
 HANGS = """
 import socket

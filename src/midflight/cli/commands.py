@@ -94,7 +94,7 @@ def train(
 
     put_back_at(config, resume=resume)
     plan = Plan(
-        config=configurations.config_of_file(
+        configurations.config_of_file(
             config, [*(overrides or []), *_observed(log_format, samples=samples)], folder
         ),
         caller=Caller.DRY_RUN if dry_run else Caller.START,
@@ -132,9 +132,7 @@ def rollouts(
 
     put_back_at(config)
     plan = Plan(
-        config=configurations.config_of_file(
-            config, [*(overrides or []), *_observed(log_format)], folder
-        ),
+        configurations.config_of_file(config, [*(overrides or []), *_observed(log_format)], folder),
         purpose=Purpose.ROLLOUTS,
         overwrite=overwrite,
     )
@@ -182,7 +180,6 @@ def serve(
     config = configurations.config_of_model(
         model, given, [*(overrides or []), *_observed(log_format)]
     )
-    configurations.check_served(config)
     from midflight.run.launcher import launch
 
     return launch.serve(config, token=control_token)
@@ -209,7 +206,6 @@ def engine(
     urls = [] if engine_url is None else [engine_url]
     given = _given(max_running, max_context, device, name, kind, urls)
     config = configurations.config_of_model(model, given, overrides or [])
-    configurations.check_served(config)
     from midflight.run.launcher import launch
 
     return launch.engine(config, host=host, port=port, token=control_token)
@@ -271,7 +267,6 @@ def evaluate(
 
     model = model_folder(model)
     checked_config = configurations.config_of_evaluation(config, overrides or [], folder, model)
-    configurations.check_served(checked_config)
     from midflight.run.launcher import launch
 
     return launch.evaluate(checked_config, model)

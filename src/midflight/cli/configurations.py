@@ -1,7 +1,6 @@
 """The configuration of a command, and its checks before anything is started."""
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -47,7 +46,7 @@ def config_of_folder(folder: Path) -> Config:
 def config_of_evaluation(
     path: Path, overrides: Sequence[str], folder: Path | None, model: Path
 ) -> Config:
-    """The configuration of an evaluation. By default it writes into a folder of its own in that of
+    """The configuration of an evaluation, checked. By default it writes into a folder of its own in that of
     the run, which may be under way.
     """
     put_back_at(model, path)
@@ -59,11 +58,13 @@ def config_of_evaluation(
             "environment.sources.0.heldout."
         )
     own = config.run.folder / "evaluation" if folder is None else folder
-    return config.model_copy(update={"run": config.run.model_copy(update={"folder": own})})
+    config = config.model_copy(update={"run": config.run.model_copy(update={"folder": own})})
+    check_served(config)
+    return config
 
 
 def config_of_model(model: Path, given: Mapping[str, object], overrides: Sequence[str]) -> Config:
-    """The configuration of a model that is served: the defaults, the model's own context up to a
+    """The checked configuration of a model that is served: the defaults, the model's own context up to a
     bound, then the options given. `--set` has the last word.
     """
     put_back_at(model)
@@ -77,7 +78,9 @@ def config_of_model(model: Path, given: Mapping[str, object], overrides: Sequenc
         if value is not None:
             options[key] = json.dumps(value) if isinstance(value, bool | list) else value
     ours = [f"{key}={value}" for key, value in options.items()]
-    return load_config(None, [*ours, *overrides])
+    config = load_config(None, [*ours, *overrides])
+    check_served(config)
+    return config
 
 
 def engine_options(path: Path) -> dict[str, object]:
@@ -100,7 +103,7 @@ def checked(plan: Plan, *, meanwhile: Callable[[], None] = lambda: None) -> Find
 
 def check_served(config: Config) -> None:
     """Raises `ConfigError` unless engines can serve here. No tasks are drawn and nothing is trained."""
-    checked(Plan(config=config, purpose=Purpose.SERVE))
+    checked(Plan(config, purpose=Purpose.SERVE))
 
 
 def check_new(folder: Path, *, making: str = "a model") -> None:
@@ -120,15 +123,9 @@ def measured(config: Config) -> ModelMeasurements:
         f"measuring the model in {str(config.model.path)!r}", config.run.stall_seconds
     )
     threads = str(max(1, own_cores() // 2))
-    environ = {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "OMP_NUM_THREADS": threads,
-    }
-    answer = module_answer(
-        "measure", patience, threads, given=config.model_dump_json().encode(), environ=environ
-    )
+    given = config.model_dump_json().encode()
+    environ = {"OMP_NUM_THREADS": threads}
+    answer = module_answer("measure", patience, threads, given=given, environ=environ)
     found = msgspec.json.decode(answer, type=ModelMeasurements | str)
     if isinstance(found, str):
         raise ConfigError(found)

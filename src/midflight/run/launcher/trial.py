@@ -23,6 +23,7 @@ from midflight.config.sections import RunSection
 from midflight.errors import ConfigError
 from midflight.observe.activity import ProcessActivity
 from midflight.observe.readable import duration
+from midflight.run.endpoint import TOKEN_VARIABLE
 from midflight.run.orphan_guard import guarded
 from midflight.run.places.port import STACKS_SIGNAL
 
@@ -108,14 +109,19 @@ def module_answer(
     module: str,
     patience: TrialWait,
     *words: str,
-    environ: Mapping[str, str],
+    environ: Mapping[str, str] | None = None,
     given: bytes = b"",
     meanwhile: Callable[[], None] = lambda: None,
 ) -> bytes:
-    """The answer of a module of the launcher. Raises `ConfigError` if it gives none."""
+    """The answer of a module of the launcher. It gets this environment with `environ`, and neither
+    the control token nor a way to fetch models. Raises `ConfigError` if it gives no answer.
+    """
     command = [sys.executable, "-m", f"midflight.run.launcher.{module}", *words]
+    fixed = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    whole = {**os.environ, **fixed, **(environ or {})}
+    whole.pop(TOKEN_VARIABLE, None)
     try:
-        return answer_of(command, patience, given=given, environ=environ, meanwhile=meanwhile)
+        return answer_of(command, patience, given=given, environ=whole, meanwhile=meanwhile)
     except TrialFailed as failed:
         raise ConfigError(f"{patience.what} {failed}") from failed
 

@@ -48,9 +48,6 @@ def torch(plan: Plan) -> Iterator[Finding]:
             "install a CUDA build of torch, and look at the driver with nvidia-smi; without, "
             "everything runs on the CPU",
         )
-    last_device = len(found.devices) - 1
-    where = f"cpu and cuda:0 to cuda:{last_device}" if found.devices else "the CPU"
-    yield ok("engine embedded", f"there, on {where}")
 
 
 def devices(plan: Plan) -> Iterator[Finding]:

@@ -14,7 +14,7 @@ from midflight.config.sections import Config
 from midflight.errors import ConfigError
 from midflight.observe.readable import size
 from midflight.run.launcher import replaced_files
-from midflight.run.launcher.checks.check import Caller, Finding, Plan, warning
+from midflight.run.launcher.checks.check import Caller, Finding, Plan, ok, warning
 from midflight.run.launcher.checks.model import check_same_model
 from midflight.run.launcher.folder import ROWS, can_go_on, kept, num_bytes_of_run, places_of
 from midflight.run.launcher.folder_lock import check_free
@@ -133,8 +133,10 @@ def _check_room(config: Config, folder: Path, found: str, *, trains: bool) -> No
         )
 
 
-def disk(plan: Plan) -> None:
-    """Raises `ConfigError` unless there is room for models and checkpoints where the folder is, or will be."""
+def disk(plan: Plan) -> Iterator[Finding]:
+    """Says what is free where the folder is, or will be. Raises `ConfigError` unless models and
+    checkpoints have room there.
+    """
     folder = plan.folder.absolute()
     there = next(place for place in (folder, *folder.parents) if place.is_dir())
     if not os.access(there, os.W_OK):
@@ -145,6 +147,7 @@ def disk(plan: Plan) -> None:
     check_local(store_path(folder, plan.config.run.store_folder))
     needed = disk_bytes(plan.config, derived.model_sizes(plan.config.model))
     free = shutil.disk_usage(there).free + num_bytes_of_run(folder)
+    yield ok("disk", f"{size(free)} free in {there}")
     if free < needed:
         raise ConfigError(
             f"run.folder is {folder}, where {size(free)} are free, and checkpoints and models "

@@ -5,7 +5,6 @@ import resource
 import shutil
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 from midflight.config import derived
 from midflight.config.disk import shared_bytes
@@ -23,7 +22,7 @@ MIN_PROCESSES = 512
 
 
 def machine(_: Plan) -> Iterator[Finding]:
-    """Says what there is of cores, memory and room, and looks at temporary files and proxies."""
+    """Says what there is of cores and memory, and looks at temporary files and proxies."""
     cores = os.cpu_count() or 1
     allowed = cores
     if hasattr(os, "sched_getaffinity"):
@@ -31,18 +30,6 @@ def machine(_: Plan) -> Iterator[Finding]:
     note = "" if allowed == cores else f", of which this process may use {allowed}"
     yield ok("processors", f"{cores}{note}")
     yield ok("memory", size(derived.machine_bytes()))
-    yield ok("disk", f"{size(shutil.disk_usage(Path.cwd()).free)} free in {Path.cwd()}")
-    if SHARED.is_dir():
-        yield ok(
-            "shared memory",
-            f"{size(shutil.disk_usage(SHARED).free)} free in {SHARED}",
-        )
-    else:
-        yield warning(
-            "shared memory",
-            f"there is no {SHARED}",
-            'set weights.transport = "file"',
-        )
     try:
         with tempfile.TemporaryFile():
             pass
@@ -104,16 +91,19 @@ def limits(_: Plan) -> Iterator[Finding]:
 # --- What a run takes -----------------------------------------------------------------------------
 
 
-def shared_memory(plan: Plan) -> None:
-    """Raises `ConfigError` unless the versions of a run on this machine have room in shared
-    memory.
+def shared_memory(plan: Plan) -> Iterator[Finding]:
+    """Says what there is of shared memory. Raises `ConfigError` unless the versions of a run on
+    this machine have room there.
     """
     if plan.config.cluster.kind != "local":
         return
-    needed = shared_bytes(plan.config, derived.model_sizes(plan.config.model))
-    if not needed or not SHARED.is_dir():
+    if not SHARED.is_dir():
+        remedy = 'set weights.transport = "file"'
+        yield warning("shared memory", f"there is no {SHARED}", remedy)
         return
     free = shutil.disk_usage(SHARED).free
+    yield ok("shared memory", f"{size(free)} free in {SHARED}")
+    needed = shared_bytes(plan.config, derived.model_sizes(plan.config.model))
     if free < needed:
         raise ConfigError(
             f"{SHARED} has {size(free)} free, and versions on their way take {size(needed)} "

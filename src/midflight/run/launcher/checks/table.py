@@ -5,14 +5,12 @@ here once, in the order in which it is asked. A start and a dry run end between 
 list if there is an error by then; doctor goes on.
 """
 
-import os
 from collections.abc import Callable, Iterable
 
 import msgspec
 
 from midflight.config.agent import agent_of
 from midflight.errors import ConfigError, MidflightError
-from midflight.run.endpoint import TOKEN_VARIABLE
 from midflight.run.launcher.checks import (
     cluster,
     devices,
@@ -168,8 +166,6 @@ def trial(plan: Plan, *, meanwhile: Callable[[], None] = lambda: None) -> list[F
         f"trying the configuration (the agent is {agent_of(config.environment)!r}, "
         f"objective.kind is {config.objective.kind!r})"
     )
-    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    environ.pop(TOKEN_VARIABLE, None)
     try:
         answer = module_answer(
             "checks.preflight",
@@ -178,7 +174,6 @@ def trial(plan: Plan, *, meanwhile: Callable[[], None] = lambda: None) -> list[F
             plan.purpose,
             *plan.about,
             given=plan.objects + config.model_dump_json().encode(),
-            environ=environ,
             meanwhile=meanwhile,
         )
     except ConfigError as failed:
