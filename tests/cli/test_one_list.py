@@ -14,12 +14,14 @@ from types import SimpleNamespace
 import pytest
 
 from midflight.cli import main
+from midflight.config import load_config
 from midflight.errors import ConfigError
 from midflight.run.launcher import launch
-from midflight.run.launcher.checks import devices, engines, machine, software, table
-from midflight.run.launcher.checks.check import EVERYBODY, About, Check, Finding, Plan, TorchFound
+from midflight.run.launcher.checks import devices, engines, machine, model, software, table
+from midflight.run.launcher.checks.check import EVERYBODY, About, Caller, Check, Finding, Plan, TorchFound
 from midflight.run.launcher.folder_lock import hold_folder
 from midflight.run.places import ray
+from midflight.text.byte_tokenizer import write_byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
 RUN = """\
@@ -71,11 +73,13 @@ def refused_by_all(capsys: pytest.CaptureFixture[str], *options: str) -> str:
     """The sentence of the start, which the two others say too."""
     overrides = [word for option in options for word in ("--set", option)]
     assert main(["train", "run.toml", *overrides]) == 2
-    sentence = capsys.readouterr().err.splitlines()[0].removeprefix("midflight: ")
+    (sentence,) = capsys.readouterr().err.splitlines()
+    sentence = sentence.removeprefix("midflight: ")
     status, dry = said(capsys, "train", "run.toml", "--dry-run", *overrides)
     assert status == 2 and sentence in dry, dry
     status, doctor = said(capsys, "doctor", "run.toml", *overrides)
     assert status == 1 and letters(sentence) in letters(doctor), doctor
+    assert "1 problem: a run could not work" in doctor, doctor
     return sentence
 
 
@@ -203,3 +207,14 @@ def test_a_check_that_may_refuse_is_asked_by_all_three_and_stands_in_the_list_on
     assert [name for name, callers in some.items() if callers != table.DOCTOR] == ["proofs"], (
         "trainer and engine say it as they load the model"
     )
+
+
+def test_the_dry_run_refuses_a_model_for_a_part_that_will_refuse_it_and_notes_what_no_part_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [(False, "trainer: refused. It computes otherwise."), (False, "engine: refused."), (False, "export: refused.")]
+    monkeypatch.setattr(model, "prove", lambda folder, max_context, **_: found)
+    write_byte_tokenizer(Path("model"))
+    sizes = {"vocab_size": 262, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 256}
+    Path("model/config.json").write_text(json.dumps(sizes))
+    for kind, severities in (("embedded", "problem problem note"), ("vllm", "problem note note")):
+        plan = Plan(load_config("run.toml", ["model.path=model", f"engine.kind={kind}"]), Caller.DRY_RUN)
+        assert [finding.severity for finding in model.proofs(plan)] == severities.split()

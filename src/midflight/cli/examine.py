@@ -34,17 +34,13 @@ def _what(asked: Path | None) -> Path | None:
     asked = model_folder(asked)
     if asked.is_file():
         return asked
-    if not asked.is_dir():
-        raise ConfigError(
-            f"{asked} is not there; give the TOML file of a run, or the folder of a model or a run."
-        )
     if (asked / "config.toml").is_file():
         return asked / "config.toml"
     if (asked / "config.json").is_file():
         return asked
     raise ConfigError(
-        f"{asked} has neither config.json (a model) nor config.toml (a run); give the TOML file of "
-        "a run, or such a folder."
+        f"{asked} is no file, and no folder with config.toml (a run) or config.json (a model); give "
+        "the TOML file of a run, or such a folder."
     )
 
 

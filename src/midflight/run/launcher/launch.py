@@ -90,8 +90,8 @@ def train(
         _begin_in(folder, config, resume=resume, say=terminal.say)
         if program.rows is not None:
             shutil.copyfile(program.rows, folder / ROWS)
-        _say_notes(terminal, found)
         terminal.say(opening.training(config, own_loss=found.own_loss))
+        _say_notes(terminal, found)
         run = Run(
             config,
             terminal,
@@ -129,8 +129,8 @@ def rollouts(
     with Terminal(as_json=as_json(config)) as terminal, hold_folder(folder, terminal.say) as lock:
         check_run_folder(config, resume=False, overwrite=overwrite, trains=False)
         _begin_in(folder, config, resume=False, say=terminal.say)
-        _say_notes(terminal, found)
         terminal.say(opening.rolling_out(config))
+        _say_notes(terminal, found)
         run = Run(config, terminal, chosen, lock)
         warn(terminal, config, anonymous=False)
 

@@ -114,6 +114,7 @@ def architecture(plan: Plan) -> Iterator[Finding]:
 
 
 def teacher(plan: Plan) -> None:
+    """Checks the teacher of a run that has one."""
     check_teacher(plan.config)
 
 

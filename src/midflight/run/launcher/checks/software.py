@@ -2,8 +2,7 @@
 
 import platform
 import sys
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from importlib import metadata
 
 from packaging.requirements import Requirement
@@ -33,54 +32,49 @@ def packages(_: Plan) -> Iterator[Finding]:
             "pip install -e . in the source folder",
         )
         return
-    missing: defaultdict[str, list[str]] = defaultdict(list)
+    incomplete = set[str]()
     for requirement, extra in _requirements():
         there = package_version(requirement.name)
-        is_met = there is not None and requirement.specifier.contains(there, prereleases=True)
-        lacking = missing[extra]  # an extra whose packages are all there needs an entry too
-        if is_met:
+        if there is not None and requirement.specifier.contains(there, prereleases=True):
             continue
-        lacking.append(requirement.name)
-        if not extra:
-            version = "is not installed" if there is None else there
-            found = f"{requirement.name} {version}, {requirement.specifier or 'any'} is needed"
-            yield error(
-                "packages",
-                found,
-                f"pip install -U '{requirement.name}{requirement.specifier}'",
-            )
+        if extra:
+            incomplete.add(extra)
+            continue
+        version = "is not installed" if there is None else there
+        yield error(
+            "packages",
+            f"{requirement.name} {version}, {requirement.specifier or 'any'} is needed",
+            f"pip install -U '{requirement.name}{requirement.specifier}'",
+        )
     versions = {name: package_version(name) for name in PACKAGES}
     shown = [f"{name} {version}" for name, version in versions.items() if version]
     yield ok("packages", ", ".join(shown))
-    yield _extras(missing)
+    yield _extras(incomplete)
 
 
-def _extras(missing: Mapping[str, Sequence[str]]) -> Finding:
-    """Returns a finding on the extras that are there, by the packages that each lacks."""
-    complete: list[str] = []
-    incomplete: list[str] = []
-    for name, lacking in sorted(missing.items()):
-        if not name or name in ("test", "lint"):
-            continue
-        if lacking:
-            incomplete.append(name)
-        else:
-            complete.append(name)
-    text = ", ".join(complete) or "none"
-    if not incomplete:
+def _extras(incomplete: set[str]) -> Finding:
+    """Returns a finding on the extras that are there, and on those that lack a package."""
+    extras = {*_known_extras()} - {"test", "lint"}
+    text = ", ".join(sorted(extras - incomplete)) or "none"
+    lacking = sorted(extras & incomplete)
+    if not lacking:
         return ok("extras", text)
     return ok(
         "extras",
-        f"{text}; without {', '.join(incomplete)}",
-        f"where you want them: pip install 'midflight[{','.join(incomplete)}]'",
+        f"{text}; without {', '.join(lacking)}",
+        f"where you want them: pip install 'midflight[{','.join(lacking)}]'",
     )
+
+
+def _known_extras() -> list[str]:
+    return metadata.metadata("midflight").get_all("Provides-Extra") or []
 
 
 def _requirements() -> Iterator[tuple[Requirement, str]]:
     """Each requirement with its extra, which is empty if it is always needed. Requirements of other
     systems are left out.
     """
-    extras = metadata.metadata("midflight").get_all("Provides-Extra") or []
+    extras = _known_extras()
     for text in metadata.requires("midflight") or []:
         requirement = Requirement(text)
         marker = requirement.marker

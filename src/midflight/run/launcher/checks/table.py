@@ -48,7 +48,7 @@ DOCTOR = frozenset({Caller.DOCTOR})
 DRY_RUN = frozenset({Caller.DRY_RUN})
 
 AT_ONCE = (
-    # check, what it is about, commands if more than those with tasks, callers if not all three
+    # the check, what it is about, its commands if not those with tasks, its callers if not all three
     Check(software.versions, MACHINE, ALL, DOCTOR),
     Check(software.packages, MACHINE, ALL),
     Check(machine.machine, MACHINE, ALL),
