@@ -29,7 +29,9 @@ from harness.processes import environment
 from harness.report import Report
 from harness.rounds import turns
 
-from midflight.config.sections import Config, EnvironmentSection, GatewaySection
+from midflight.config.environment import EnvironmentSection
+from midflight.config.gateway import GatewaySection
+from midflight.config.sections import Config
 from midflight.environments.rollout import RolloutRunner
 from midflight.environments.worker_pool import HungWorker, WorkerPool
 from midflight.gateway.http.http import build_app

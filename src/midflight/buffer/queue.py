@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from midflight.buffer.books import Books, Wait
+from midflight.buffer.books import Books
+from midflight.buffer.groups import Wait
 from midflight.errors import Stopping
 from midflight.types import Batch, Group, GroupKey, Task, Version
 from midflight.types.facts import Admitted, Record, Waited

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from midflight.config.agent import SINGLE_TURN, agent_of, is_built_in
-from midflight.config.sections import EnvironmentSection
+from midflight.config.environment import EnvironmentSection
 
 SPARE = 4
 """A rollout may take this many times as long as its work should take at the most: rates differ from

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from midflight.config.derived import machine_bytes, num_engines, served_dtype, trains_by_hand
-from midflight.config.sections import Config, ModelSection
+from midflight.config.model import ModelSection
+from midflight.config.sections import Config
 from midflight.errors import ModelNotFound
 from midflight.models.sizes import element_bytes, sizes_of
 

@@ -8,15 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from midflight.config.agent import SINGLE_TURN, agent_of
-from midflight.config.environment import CLAIMED
-from midflight.config.sections import (
-    Config,
-    EngineSection,
-    EnvironmentSection,
-    LoraSection,
-    ModelSection,
-    RolloutSection,
-)
+from midflight.config.engine import EngineSection
+from midflight.config.environment import CLAIMED, EnvironmentSection
+from midflight.config.model import LoraSection, ModelSection
+from midflight.config.rollout import RolloutSection
+from midflight.config.sections import Config
 from midflight.models.sizes import ModelSizes, element_bytes, sizes_of
 from midflight.types import StalePolicy
 

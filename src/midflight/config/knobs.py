@@ -9,7 +9,8 @@ from midflight.config.derived import (
     in_flight,
     worst_staleness,
 )
-from midflight.config.sections import Config, RolloutSection
+from midflight.config.rollout import RolloutSection
+from midflight.config.sections import Config
 from midflight.types import Version
 
 

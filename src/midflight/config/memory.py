@@ -24,7 +24,8 @@ from midflight.config.derived import (
     trains_by_hand,
 )
 from midflight.config.disk import held_versions
-from midflight.config.sections import Config, EnvironmentSection
+from midflight.config.environment import EnvironmentSection
+from midflight.config.sections import Config
 from midflight.config.sources import num_draws
 from midflight.models.sizes import ModelSizes, element_bytes, sizes_of
 

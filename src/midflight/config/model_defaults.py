@@ -20,10 +20,12 @@ from typing import Any, cast
 
 from midflight.config.context import default_context
 from midflight.config.derived import machine_bytes, model_sizes
+from midflight.config.environment import EnvironmentSection
 from midflight.config.loss import CriticSection
 from midflight.config.memory import activation_bytes
 from midflight.config.section import Section
-from midflight.config.sections import Config, EnvironmentSection, TrainerSection, WarmStartSection
+from midflight.config.sections import Config
+from midflight.config.trainer import TrainerSection, WarmStartSection
 from midflight.errors import ModelNotFound
 from midflight.models.adapters import adapter_of
 from midflight.models.sizes import ModelSizes, sizes_of

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from midflight.config.derived import num_engines
 from midflight.config.devices import VLLM_RANKS, ServerSection
+from midflight.config.engine import EngineSection
 from midflight.config.seats import device_map, engines_min, server_size
-from midflight.config.sections import Config, EngineSection
+from midflight.config.sections import Config
 from midflight.config.shards import shard_contradictions
 from midflight.errors import ConfigError
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from midflight.config.derived import num_engines, num_workers
 from midflight.config.devices import DevicePool, DeviceRequest, ServerSection
-from midflight.config.sections import Config, EngineSection
+from midflight.config.engine import EngineSection
+from midflight.config.sections import Config
 from midflight.config.transport import chosen_transport
 
 Resources = Mapping[str, float]

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, cast
 
 import msgspec
 
-from midflight.config.sections import EnvironmentSection
+from midflight.config.environment import EnvironmentSection
 from midflight.environments.mcp_servers import McpServers
 from midflight.environments.reward_functions import Dialogue, Rewards
 from midflight.environments.scoring import Unjudged, checked_result

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, TypeVar, cast, overload
 
 from midflight.config.agent import agent_of, is_built_in
-from midflight.config.sections import EnvironmentSection
+from midflight.config.environment import EnvironmentSection
 from midflight.entries import load_entry
 from midflight.environments.agents import (
     AgentHost,

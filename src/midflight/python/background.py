@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 from midflight.config import Config
-from midflight.observe.journal import Line
+from midflight.observe.lines import Line
 from midflight.observe.status import Status
 from midflight.observe.summary import Summary
 from midflight.python.run_folder import JournalLines

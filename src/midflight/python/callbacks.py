@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from midflight.observe.journal import CheckpointLine, EvaluationLine, Line, StepLine
+from midflight.observe.lines import CheckpointLine, EvaluationLine, Line, StepLine
 from midflight.observe.summary import Summary
 
 

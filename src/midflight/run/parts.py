@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from midflight.errors import MidflightError
-from midflight.observe.run_state import Status
+from midflight.observe.status import Status
 from midflight.run.heartbeat import Beat, Heartbeat
 
 T = TypeVar("T")

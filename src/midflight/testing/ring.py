@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from midflight.config.sections import Config
-from midflight.environments.agents import AgentsHere, SharedClients
+from midflight.environments.agents import AgentsHere, Environment, SharedClients
 from midflight.environments.posted import PostedTasks
-from midflight.environments.registry import Environment
 from midflight.environments.sources import Source
 from midflight.gateway.http.http import build_app
 from midflight.observe.status import Phase

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from midflight.config.devices import VISIBLE, VLLM_RANKS, ServerSection, visible
-from midflight.config.sections import EngineSection
+from midflight.config.engine import EngineSection
 from midflight.types import Version
 from midflight.types.generation import MAX_TOP_LOGPROBS
 

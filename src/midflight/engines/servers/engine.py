@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from midflight import types
-from midflight.config.sections import EngineSection
+from midflight.config.engine import EngineSection
 from midflight.engines.embedded.grammar import Grammars
 from midflight.engines.requests import check_features, check_request
 from midflight.engines.servers.direct import DirectLoader

@@ -15,7 +15,8 @@ from typing import cast
 from midflight.allowance import Allowance, Cut, Expired
 from midflight.errors import EngineError, EngineUnavailable, NoEngine, Overloaded, RequestTimeout
 from midflight.gateway.answers.answer import Answer
-from midflight.gateway.fleet.fleet import Fleet, Lease
+from midflight.gateway.fleet.fleet import Fleet
+from midflight.gateway.fleet.leases import Lease
 from midflight.ports import PromptScorer
 from midflight.types import Chunk, Finish, FinishReason, Likely
 

@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from midflight.config.derived import served_dtype
-from midflight.config.sections import Config, WeightsSection
+from midflight.config.sections import Config
+from midflight.config.weights import WeightsSection
 from midflight.engines.app import build_app
 from midflight.engines.embedded.engine import PAUSE_LEASE_SECONDS, EmbeddedEngine
 from midflight.engines.embedded.prefixes import PrefixRoom

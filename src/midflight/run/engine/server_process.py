@@ -19,7 +19,8 @@ from typing import NoReturn
 import aiohttp
 
 from midflight.config.derived import engine_python, served_dtype
-from midflight.config.sections import Config, EngineSection
+from midflight.config.engine import EngineSection
+from midflight.config.sections import Config
 from midflight.engines.servers.command import HOST, READY, Command, ServedModel, server_command
 from midflight.errors import ConfigError, RunFailed, first_error
 from midflight.models.adapters import adapter_of

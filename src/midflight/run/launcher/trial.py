@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from midflight.config.sections import RunSection
+from midflight.config.run import RunSection
 from midflight.errors import ConfigError
 from midflight.observe.activity import ProcessActivity
 from midflight.observe.readable import duration

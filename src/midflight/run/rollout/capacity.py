@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
 
-from midflight.buffer.books import Wait
+from midflight.buffer.groups import Wait
 from midflight.config.derived import in_flight, most_in_flight
 from midflight.config.sections import Config
 from midflight.gateway.fleet.fleet import Fleet

@@ -12,7 +12,8 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from types import TracebackType
 
-from midflight.buffer.books import FOR_TASKS, Books, Wait
+from midflight.buffer.books import FOR_TASKS, Books
+from midflight.buffer.groups import Wait
 from midflight.buffer.queue import GroupQueue
 from midflight.environments.group import GroupRunner
 from midflight.environments.rollout import RolloutRunner

@@ -19,8 +19,8 @@ from midflight.buffer.books import Books
 from midflight.buffer.groups import Limits
 from midflight.buffer.queue import GroupQueue
 from midflight.config import derived
+from midflight.config.rollout import RolloutSection
 from midflight.config.seats import lent_engine
-from midflight.config.sections import RolloutSection
 from midflight.environments.posted import PostedTasks
 from midflight.environments.rows import Columns
 from midflight.environments.sources import Source

@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 from midflight.allowance import LOOKS
 from midflight.config.derived import lora_alpha, model_sizes, num_engines, served_dtype
 from midflight.config.disk import staged_bytes
-from midflight.config.sections import Config, ModelSection
+from midflight.config.model import ModelSection
+from midflight.config.sections import Config
 from midflight.errors import ConfigError
 from midflight.models.creation import make_model
 from midflight.models.export import export_model

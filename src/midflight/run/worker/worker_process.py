@@ -30,7 +30,7 @@ from weakref import WeakKeyDictionary
 
 import aiohttp
 
-from midflight.config.sections import EnvironmentSection
+from midflight.config.environment import EnvironmentSection
 from midflight.environments.agents import AgentHost, SharedClients
 from midflight.environments.conversation import BuiltInLoop
 from midflight.environments.registry import AgentProgram
