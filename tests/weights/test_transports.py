@@ -175,11 +175,14 @@ def test_a_slot_is_not_overwritten_before_its_release():
         sender.release(77)
 
 
-def test_versions_with_more_tensors_than_the_first_are_refused_by_name():
+def test_a_version_with_more_tensors_than_the_first_has_files_of_its_size():
     with SharedMemoryPublisher(NAME) as sender:
-        sender.publish(1, tensors(1))
-        with pytest.raises(ConfigError, match="same tensors"):
-            sender.publish(2, tensors(2) | {"more": torch.zeros(10_000)})
+        first, more = sender.publish(1, tensors(1)), tensors(2) | {"more": torch.zeros(10_000)}
+        second = sender.publish(2, more)
+        assert equal(as_tensors(second.tensors, receiver().fetch(second)), more)
+        assert equal(as_tensors(first.tensors, receiver().fetch(first)), tensors(1))
+        sizes = sorted(path.stat().st_size for path in SHARED.glob(f"{NAME}*"))
+        assert len(sizes) == 3 and sizes[0] < sizes[1] == sizes[2], "what waited for versions of the first size is gone"
 
 
 def test_files_of_killed_publishers_are_removed_and_those_of_living_ones_stay():
@@ -199,8 +202,9 @@ def test_files_of_killed_publishers_are_removed_and_those_of_living_ones_stay():
         child.send_signal(signal.SIGKILL)
         child.wait()
         child.stdout.close()
-        assert left.exists()
-        assert remove_stale(NAME, [SHARED]) == [left]
+        of_killed = list(SHARED.glob(f"{NAME}-{child.pid}-*"))
+        assert left in of_killed and len(of_killed) == 3, "all are reserved at the first publication"
+        assert remove_stale(NAME, [SHARED]) == sorted(of_killed)
         assert mine.exists()
     assert list(SHARED.glob(f"{NAME}*")) == []
 
@@ -263,8 +267,8 @@ def test_what_has_no_room_under_dev_shm_is_a_file_in_the_runs_folder(full_every:
 
 
 def test_room_for_what_servers_load_is_left_under_dev_shm(small_shared: Path, tmp_path: Path):
-    weights = {"w": torch.ones(4000)}  # three slots of 16 384 bytes leave 50 848
-    for spare, place in ((50_848, small_shared), (50_849, tmp_path / "weights")):
+    weights = {"w": torch.ones(4000)}  # three files of 16 000 bytes leave 52 000
+    for spare, place in ((52_000, small_shared), (52_001, tmp_path / "weights")):
         with publisher("shared_memory", name=NAME, folder=tmp_path / "weights", spare=spare) as sender:
             assert Path(sender.publish(1, weights).location).parent == place
     assert list(small_shared.iterdir()) == []

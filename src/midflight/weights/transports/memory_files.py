@@ -4,11 +4,13 @@ dead processes left are removed. Importing this needs no torch.
 
 import errno
 import fcntl
+import mmap
 import os
 import shutil
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from midflight.errors import ConfigError
@@ -27,11 +29,23 @@ def shared_free() -> int:
     return shutil.disk_usage(SHARED).free if SHARED.is_dir() else 0
 
 
-def reserve(
-    name: str, num_bytes: int, *, folder: Path | None = None, spare: int = 0
-) -> tuple[Path, int]:
-    """Makes a locked file with all its memory set aside, under /dev/shm if it has room for that and
-    for `spare` bytes more, otherwise in the folder. Returns its path and descriptor.
+@dataclass(frozen=True, slots=True)
+class MemoryFile:
+    """A locked file with all its memory set aside."""
+
+    path: Path
+    file: int
+    memory: mmap.mmap
+
+    def remove(self) -> None:
+        """Removes the file and its lock. Its memory lives as long as anyone has it mapped."""
+        self.path.unlink(missing_ok=True)
+        os.close(self.file)
+
+
+def reserve(name: str, num_bytes: int, *, folder: Path | None = None, spare: int = 0) -> MemoryFile:
+    """Makes a file under /dev/shm if it has room for that and for `spare` bytes more, otherwise in
+    the folder.
 
     Without the reservation a full /dev/shm would kill the process at the first write (SIGBUS).
     """
@@ -51,7 +65,7 @@ def reserve(
     )
 
 
-def _create(folder: Path, name: str, num_bytes: int, *, spare: int = 0) -> tuple[Path, int]:
+def _create(folder: Path, name: str, num_bytes: int, *, spare: int = 0) -> MemoryFile:
     file, path = tempfile.mkstemp(prefix=f"{name}-{os.getpid()}-", suffix=SUFFIX, dir=folder)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -60,11 +74,12 @@ def _create(folder: Path, name: str, num_bytes: int, *, spare: int = 0) -> tuple
             raise BlockingIOError(f"{path} was removed as stale before it was locked")
         if spare and shutil.disk_usage(folder).free < spare:
             raise OSError(errno.ENOSPC, f"{spare} bytes must stay free in {folder}")
+        memory = mmap.mmap(file, num_bytes)
     except OSError:
         os.close(file)
         Path(path).unlink(missing_ok=True)
         raise
-    return Path(path), file
+    return MemoryFile(Path(path), file, memory)
 
 
 def remove_stale(name: str, places: Sequence[Path]) -> list[Path]:

@@ -86,15 +86,21 @@ def publisher(
     from midflight.weights.transports.broadcast import BroadcastPublisher
     from midflight.weights.transports.deltas import DeltaPublisher
     from midflight.weights.transports.pull_publisher import PullPublisher
-    from midflight.weights.transports.shared_memory import SegmentPublisher, SharedMemoryPublisher
+    from midflight.weights.transports.shared_memory import SharedMemoryPublisher
 
     differences = full_every != 1
     # The oldest version that is held may have a whole period behind it.
     kept = MAX_HELD + full_every - 1
     made: Publisher
     if kind == SHARED_MEMORY:
-        in_memory = SegmentPublisher if differences else SharedMemoryPublisher
-        made = in_memory(name, folder=folder, spare=spare, threads=threads)
+        made = SharedMemoryPublisher(
+            name,
+            num_slots=kept,
+            reuses=not differences,
+            folder=folder,
+            spare=spare,
+            threads=threads,
+        )
     elif kind == DIRECT:
         made = BroadcastPublisher(
             host, num_slots=kept, threads=threads, deadline_seconds=stage_seconds / 4
