@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from midflight.archive.phases import phases_of
@@ -70,6 +71,13 @@ def test_after_a_resume_the_stretches_are_those_of_the_last_start() -> None:
     found = phases_of(journal(lines), Summary(seconds=60.0, training_seconds=18.0))
     assert [one.name for one in found[2:]] == ["steps 7 to 8", "steps 9 to 10", "steps 11 to 12"]
     assert found[1].steps == 6 and found[2].seconds == 6.0
+
+
+def test_steps_of_an_earlier_version_belong_to_an_earlier_start() -> None:
+    old = [msgspec.structs.replace(line(number, 2.0, 1.0, 1.0), training_seconds=0.0) for number in range(1, 5)]
+    lines = [*old, *(line(number + 4, 2.0 * number, number, number) for number in range(1, 7))]
+    found = phases_of(journal(lines), Summary(seconds=60.0, training_seconds=12.0))
+    assert [one.name for one in found[2:]] == ["steps 5 to 6", "steps 7 to 8", "steps 9 to 10"] and found[1].steps == 6
 
 
 def test_a_run_without_training_or_of_an_older_version_has_no_phases() -> None:

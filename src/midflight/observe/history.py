@@ -50,11 +50,12 @@ class JournalHistory:
     @property
     def newest_start(self) -> Sequence[StepLine]:
         """The steps since the training phase was begun for the last time: a run that goes on after
-        its end or after a crash begins a new one.
+        its end or after a crash begins a new one. Lines of an earlier version of Midflight, which
+        do not tell its length, belong to an earlier start.
         """
         first = 0
         for number, (before, line) in enumerate(pairwise(self.steps), start=1):
-            if line.training_seconds < before.training_seconds:
+            if not 0 < before.training_seconds <= line.training_seconds:
                 first = number
         return self.steps[first:]
 
