@@ -39,6 +39,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -501,8 +502,6 @@ def early(options: argparse.Namespace, report: Report) -> None:
 
 def early_step(trainer: Any, begun: int, quarter: int, *, answer: int) -> EarlyStep:
     """One step of four quarters of groups, of which `begun` groups come before the rest."""
-    import time
-
     from harness.models import made_groups
 
     version = trainer.version
