@@ -110,7 +110,9 @@ def test_a_broken_record_is_named_by_file_and_line(tmp_path: Path, text: str | b
 
 @given(st.lists(st.tuples(TEXT, TEXT), max_size=6), st.sampled_from(["\n", "\r\n"]), st.booleans())
 @settings(max_examples=200, deadline=None)
-def test_what_is_written_as_csv_is_read_back(tmp_path_factory: pytest.TempPathFactory, records: list[tuple[str, str]], end: str, marked: bool) -> None:
+def test_what_is_written_as_csv_is_read_back(
+    tmp_path_factory: pytest.TempPathFactory, records: list[tuple[str, str]], end: str, marked: bool
+) -> None:
     text = io.StringIO()
     csv.writer(text, lineterminator=end, quoting=csv.QUOTE_ALL).writerows([("a", "b"), *records])
     path = tmp_path_factory.mktemp("csv") / "t.csv"
