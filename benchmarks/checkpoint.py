@@ -1,102 +1,131 @@
-"""How long a checkpoint holds the trainer: the copy that the loop waits for, beside the whole save
-that it would wait for otherwise.
+"""What a checkpoint costs a run, and what it is good for when a part is lost.
 
-Two models with moments, one rank, float32: the demo's and one of a hundred million parameters.
-Saves alternate between the two ways; numbers are medians. The disk under `--folder` decides much of
-the second. `stall` is the longest time that a thread beside the write did not get the interpreter:
-a write that holds its lock would hold the steps as well.
+    python benchmarks/checkpoint.py --parts save [--rounds 5] [--models demo large] [--folder DIR]
+    python benchmarks/checkpoint.py --parts store [--mb 100 1000] [--folder DIR]
+    python benchmarks/checkpoint.py --parts lost [--rounds 3]
 
-    python benchmarks/checkpoint.py [--rounds 5] [--folder DIR]
+**save**: how long a checkpoint holds the trainer: the copy that the loop waits for, beside the
+whole save that it would wait for otherwise. Two models with moments, one rank, float32: the demo's
+and one of a hundred million parameters. The disk under `--folder` decides much of the second.
+`stall` is the longest time that a thread beside the write did not get the interpreter: a write that
+holds its lock would hold the steps as well.
+
+**store**: the copy of the store that each checkpoint gets with `run.store_folder`: its time, and
+how it disturbs writer and event loop. A store is filled with groups of rollouts; then it is copied
+while turns go on being recorded, one every 2 ms, as in a run. `writer` is the longest that a turn
+took to be on disk meanwhile, `loop` the longest that an event loop beside it did not turn; in
+brackets the same without a copy.
+
+**lost**: seconds from the kill of a part to the end of the next step. A run of `configs/demo.toml`
+loses its trainer, beside which engines and gateway stay, and then its rollout process, after which
+all parts start again.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import os
+import signal
 import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
-from smoke import options_of
+from harness.arguments import Arguments
+from harness.models import policy_trainer, small_model
+from harness.processes import family, parent_of, words_of
+from harness.report import Report, milliseconds
+from harness.rounds import median_of, timed
+from harness.runs import DEMO, SMALL, newest_version, train_command, training, wait_for_step
 
-from midflight.models.creation import make_model
 from midflight.trainer.checkpoint import stage
-from midflight.trainer.credit import Scoring
-from midflight.trainer.objective import Objective
-from midflight.trainer.optimizer import Adam, named_parameters
-from midflight.trainer.schedule import Schedule
+from midflight.trainer.optimizer import named_parameters
 from midflight.trainer.trainer import PolicyTrainer
+from midflight.trajectories.pairs import copy_store
+from midflight.trajectories.store import Store
+from midflight.trajectories.writer import StoreWriter
+from midflight.types import (
+    Finish,
+    FinishReason,
+    GroupKey,
+    RolloutKey,
+    Row,
+    Segment,
+    Task,
+    Trajectory,
+    Turn,
+)
+from midflight.types.facts import Admitted, Fact, TrajectoryKept, TurnKept
 
-SIZES = {"demo": (128, 384, 4, 262), "100 M": (768, 2048, 12, 16384)}
+# --- A save ---------------------------------------------------------------------------------------
+
+SIZES = {"demo": (128, 384, 4, 262), "large": (768, 2048, 12, 16384)}
 """Width, width of the feed-forward layers, depth, vocabulary."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, default=None)
-    parser.add_argument("--models", nargs="+", choices=SIZES, default=list(SIZES))
-    options = options_of(parser, rounds=1, models=["demo"])
-    print(
-        "| model | MB | held by the whole save | held by the copy | ratio | write beside the steps "
-        "| stall |\n|---|---|---|---|---|---|---|"
+@dataclass(frozen=True)
+class Saved:
+    """One round, in seconds: the whole save, the copy, the write beside the steps, the stall."""
+
+    whole: float
+    copy: float
+    write: float
+    stall: float
+
+
+def save(options: argparse.Namespace, report: Report) -> None:
+    table = report.table(
+        "model",
+        "MB",
+        "held by the whole save",
+        "held by the copy",
+        "ratio",
+        "write beside the steps",
+        "stall",
     )
     for name in options.models:
+        trainer = trainer_with_moments(*SIZES[name])
+        num_bytes = sum(tensor.nbytes for tensor in stage(trainer, cursor="").tensors.values())
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            print(row(name, trainer(*SIZES[name]), Path(folder), rounds=options.rounds))
+            found = [saved(trainer, Path(folder)) for _ in range(options.rounds)]
+        held = median_of(found, lambda each: each.whole)
+        brief = median_of(found, lambda each: each.copy)
+        table.row(
+            name,
+            f"{num_bytes / 1e6:.0f}",
+            milliseconds(held),
+            milliseconds(brief),
+            f"{held / brief:.0f}",
+            milliseconds(median_of(found, lambda each: each.write)),
+            milliseconds(median_of(found, lambda each: each.stall)),
+        )
+        report.figure(f"checkpoint, {name}: held by the whole save / by the copy", held / brief)
 
 
-def trainer(width: int, inner: int, depth: int, vocabulary: int) -> PolicyTrainer:
-    """With moments, from gradients that nobody made."""
-    model = make_model(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=inner,
-        num_layers=depth,
-        num_heads=4,
-        num_kv_heads=2,
-        max_context=256,
-        seed=0,
-        dtype="float32",
-    )
-    made = PolicyTrainer(
-        model, Objective(), scoring=Scoring(), schedule=Schedule(), adam=Adam(learning_rate=1e-4)
-    )
+def saved(trainer: PolicyTrainer, folder: Path) -> Saved:
+    trainer.version += 1
+    _, whole = timed(lambda: stage(trainer, cursor="").write(folder, keep=1))
+    copy, copying = timed(lambda: stage(trainer, cursor=""))
+    with Ticks() as ticks:
+        _, writing = timed(lambda: copy.write(folder, keep=1))
+    return Saved(whole.wall, copying.wall, writing.wall, ticks.longest)
+
+
+def trainer_with_moments(width: int, inner: int, depth: int, vocabulary: int) -> PolicyTrainer:
+    """The gradients behind the moments are random."""
+    model = small_model(width, inner=inner, layers=depth, vocab_size=vocabulary)
+    trainer = policy_trainer(model)
     for _, parameter in named_parameters(model):
         parameter.grad = torch.randn_like(parameter)
-    made.optimizer.step()
-    return made
-
-
-def row(name: str, ours: PolicyTrainer, folder: Path, *, rounds: int) -> str:
-    whole = []
-    copied = []
-    written = []
-    stalls = []
-    num_bytes = sum(t.nbytes for t in stage(ours, cursor="").tensors.values())
-    for _ in range(rounds):
-        ours.version += 1
-        began = time.perf_counter()
-        stage(ours, cursor="").write(folder, keep=1)
-        whole.append(time.perf_counter() - began)
-        began = time.perf_counter()
-        copy = stage(ours, cursor="")
-        copied.append(time.perf_counter() - began)
-        with Ticks() as ticks:
-            began = time.perf_counter()
-            copy.write(folder, keep=1)
-            written.append(time.perf_counter() - began)
-        stalls.append(ticks.longest)
-        del copy
-    held, brief, beside, stall = map(statistics.median, (whole, copied, written, stalls))
-    return (
-        f"| {name} | {num_bytes / 1e6:.0f} | {ms(held)} | {ms(brief)} | {held / brief:.0f} | "
-        f"{ms(beside)} | {ms(stall)} |"
-    )
+    trainer.optimizer.step()
+    return trainer
 
 
 class Ticks:
@@ -123,8 +152,148 @@ class Ticks:
         self._thread.join()
 
 
-def ms(seconds: float) -> str:
-    return f"{1000 * seconds:.0f} ms" if seconds >= 0.01 else f"{1000 * seconds:.1f} ms"
+# --- A copy of the store --------------------------------------------------------------------------
+
+TOKENS = 2048
+"""The tokens of a rollout; each has about 18 bytes in the store."""
+BETWEEN_SECONDS = 0.002
+
+
+def store(options: argparse.Namespace, report: Report) -> None:
+    table = report.table("store", "copied in", "writer", "loop")
+    for size in options.mb:
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            table.row(*asyncio.run(store_cells(size, Path(folder))))
+
+
+async def store_cells(size: int, folder: Path) -> list[str]:
+    path = folder / "store.sqlite"
+    filled = Store(path, run="benchmark")
+    await asyncio.to_thread(fill, filled, path, size * 10**6)
+    writer = StoreWriter(filled)
+    running = asyncio.create_task(writer.run())
+    began = time.perf_counter()
+    await asyncio.to_thread(copy_store, filled.path, folder / ".store-0.sqlite")
+    seconds = time.perf_counter() - began
+    copy = folder / ".store-1.sqlite"
+    alone = await longest_waits(writer, asyncio.sleep(seconds))
+    beside = await longest_waits(writer, asyncio.to_thread(copy_store, filled.path, copy))
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    writer.close()
+    return [
+        f"{copy.stat().st_size / 1e6:.0f} MB",
+        f"{seconds:.2f} s",
+        f"{beside[0] * 1e3:.0f} ms ({alone[0] * 1e3:.0f})",
+        f"{beside[1] * 1e3:.0f} ms ({alone[1] * 1e3:.0f})",
+    ]
+
+
+async def longest_waits(writer: StoreWriter, meanwhile: Awaitable[object]) -> tuple[float, float]:
+    """The longest of a turn's way to the disk, and of a turn of the loop."""
+    done = asyncio.ensure_future(meanwhile)
+    written = 0.0
+    turned = 0.0
+    number = 0
+    while not done.done():
+        began = time.perf_counter()
+        await asyncio.sleep(BETWEEN_SECONDS)
+        turned = max(turned, time.perf_counter() - began - BETWEEN_SECONDS)
+        began = time.perf_counter()
+        number += 1
+        writer.put(TurnKept(RolloutKey(GroupKey(9, 0), 0), number, made_turn()))
+        await writer.flush()
+        written = max(written, time.perf_counter() - began)
+    return written, turned
+
+
+def fill(filled: Store, path: Path, num_bytes: int) -> None:
+    """Adds groups of eight rollouts until the store's files have so many bytes."""
+    ids = np.arange(TOKENS, dtype=np.int32)
+    row = Row(ids, ids >= 0, ids >= 0, ids.astype(np.float32), ids, ids)
+    index = 0
+    while sum(file.stat().st_size for file in path.parent.glob("store.sqlite*")) < num_bytes:
+        deeds: list[Callable[[Store], None]] = []
+        for _ in range(8):
+            index += 1
+            key = GroupKey(0, index)
+            deeds.append(partial(apply_fact, Admitted(key, Task(str(index), "s", {}))))
+            for number in range(8):
+                trajectory = Trajectory(RolloutKey(key, number), "", "s", 1.0, (row,))
+                deeds.append(partial(apply_fact, TrajectoryKept(trajectory, {}, {})))
+        filled.write(deeds)
+
+
+def apply_fact(fact: Fact, filled: Store) -> None:
+    filled.apply(fact)
+
+
+def made_turn() -> Turn:
+    segments = (Segment(0, 0, 0, 64),)
+    return Turn((1, 2, 3), tuple(range(64)), (0.0,) * 64, segments, Finish(FinishReason.STOP))
+
+
+# --- A lost part ----------------------------------------------------------------------------------
+
+LOST = {
+    "trainer": "the trainer: engines, gateway and agents stay",
+    "rollout": "the gateway: all parts start again",
+}
+SETTINGS = (
+    "run.steps=100000",
+    "run.restarts=100",
+    "trainer.checkpoint_every=2",
+    "warm_start.target_accuracy=0.0",
+    "evaluation.eval_every=0",
+)
+
+
+def lost(options: argparse.Namespace, report: Report) -> None:
+    table = report.table("killed", "seconds to the next step")
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "run"
+        command = train_command(DEMO, [*SETTINGS, *options.set], folder=folder)
+        with training(command, said=Path(place) / "said") as run:
+            wait_for_step(run, folder, above=3)
+            for part, words in LOST.items():
+                found: list[float] = []
+                for _ in range(options.rounds):
+                    began = time.monotonic()
+                    before = newest_version(folder)
+                    os.kill(pid_of(run.pid, part), signal.SIGKILL)
+                    # numbers go on above all that there were
+                    wait_for_step(run, folder, above=before + 1)
+                    found.append(time.monotonic() - began)
+                    wait_for_step(run, folder, above=newest_version(folder) + 3)
+                table.row(words, f"{statistics.median(found):.1f}")
+
+
+def pid_of(launcher: int, part: str) -> int:
+    for pid in family(launcher):
+        if parent_of(pid) == launcher and part in words_of(pid):
+            return pid
+    raise SystemExit(f"the run has no process {part}")
+
+
+PARTS = {"save": save, "store": store, "lost": lost}
+
+
+def main() -> None:
+    arguments = Arguments(__doc__, rounds=3)
+    arguments.option("--parts", [*PARTS], choices=[*PARTS])
+    arguments.option("--models", [*SIZES], smoke=["demo"], choices=[*SIZES])
+    arguments.option("--mb", [100, 1000], smoke=[5], help="megabytes of a store")
+    arguments.option(
+        "--folder", None, type=Path, help="on the disk to write to; default: the temporary folder"
+    )
+    arguments.option(
+        "--set", [], smoke=[*SMALL], metavar="OPTION", help="of the run of part `lost`"
+    )
+    options = arguments.parse()
+    report = Report(options)
+    for part in options.parts:
+        PARTS[part](options, report)
+    report.close()
 
 
 if __name__ == "__main__":

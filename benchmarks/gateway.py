@@ -1,11 +1,18 @@
-"""What the gateway costs: latency, requests and streamed tokens per second, pauses, memory; beside
-other proxies in the same run.
-
-The engine behind it is trivial (a letter a token, at once), so that the gateway is what is
-measured; every session and token is recorded as in training. The others stand before a static
-upstream that is faster than any of them. Rounds alternate the sides.
+"""What the gateway costs, beside other proxies in the same run.
 
     python benchmarks/gateway.py [--seconds 5] [--rounds 3] [--peers VENV] [--sessions 10000]
+    python benchmarks/gateway.py --parts streams shards
+
+The engine behind it is trivial (a letter a token, at once), so that the gateway is what is
+measured; every session and token is recorded as in training.
+
+| part | what it measures |
+|---|---|
+| servers | latency, requests and streamed tokens a second; the other proxies stand before a static upstream that is faster than any of them |
+| pauses | how long after `continue_generation` a client that waits has its answer |
+| sessions | the memory of live sessions of 2 000 tokens over four turns |
+| streams | streams of one token a message: the shorter the engine's steps, the more tokens come, until the gateway is the limit; then several share a message |
+| shards | requests a second with one and with two gateways, each with an engine and clients of its own |
 
 `--peers` is a virtual environment with `litellm[proxy]` and `sglang-router`; without it they are
 left out.
@@ -15,35 +22,66 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
-import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import aiohttp
-from smoke import options_of
+from harness.arguments import Arguments
+from harness.processes import (
+    apart,
+    environment,
+    family,
+    family_cpu_seconds,
+    free_port,
+    output_of,
+    peak_mib,
+    resident_mib,
+    running,
+    side,
+    wait_for,
+)
+from harness.report import Report
+from harness.rounds import alternate, median_of
 
-HERE = Path(__file__).parent
-UNGUARDED = {"LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true"}
-"""litellm does not start without a key otherwise; all of this listens on loopback only."""
+from midflight.gateway.answers.answer import Answer
+from midflight.gateway.answers.gateway import Gateway
+from midflight.gateway.answers.generation import Generator
+from midflight.gateway.answers.plan import EngineLimits
+from midflight.gateway.sessions.request import Asked, CompletionCall, Messages
+from midflight.observe.prometheus import Metrics
+from midflight.text.byte_tokenizer import write_byte_tokenizer
+from midflight.text.tokenizer import Tokenizer
+from midflight.types import Chunk, Finish, FinishReason, GroupKey, Json, RolloutKey, SamplingParams
+
+PEERS = environment(
+    LITELLM_LOG="ERROR",
+    LITELLM_LOCAL_MODEL_COST_MAP="True",
+    # it does not start without a key otherwise; everything listens on loopback only
+    LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY="true",
+)
 LITELLM_CONFIG = """
 model_list:
   - model_name: policy
     litellm_params: {{model: openai/policy, api_base: "http://127.0.0.1:{port}/v1", api_key: sk-any}}
 """
+STREAMS = 64
+ALONE = 1.05
+"""Tokens a message, at most, for a row of one token a message."""
+Figures = dict[str, float]
 
 
 @dataclass
-class Side:
+class Server:
     """A server under load. `keys` is a file of API keys, where requests need them."""
 
     name: str
@@ -51,188 +89,151 @@ class Side:
     process: subprocess.Popen[bytes]
     keys: Path | None = None
 
-    def cpu_seconds(self) -> float:
-        """Of the process and its children so far."""
-        return sum(cpu_of(pid) for pid in family(self.process.pid))
+    @property
+    def streams(self) -> bool:
+        """Returns whether its streams are measured."""
+        return self.name not in ("litellm", "aiohttp")
 
-    def peak_mb(self) -> float:
-        return sum(_status_mb(pid, "VmRSS") for pid in family(self.process.pid))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--peers", type=Path, help="virtual environment with litellm[proxy] and sglang-router"
-    )
-    parser.add_argument(
-        "--sessions",
-        type=int,
-        default=10_000,
-        help="of 2 000 tokens, for the memory; 0 leaves it out",
-    )
-    parser.add_argument(
-        "--step-us",
-        type=int,
-        default=0,
-        help="from one step of the trivial engine to the next: above 0 no token waits for another",
-    )
-    parser.add_argument(
-        "--pauses", type=float, nargs="+", default=[0.1, 1.0, 5.0], help="seconds of each pause"
-    )
-    options = options_of(parser, seconds=0.2, rounds=1, sessions=20, pauses=[0.05])
-    with contextlib.ExitStack() as stack:
-        sides = list(started(stack, options.peers, step_us=options.step_us))
-        results: dict[tuple[str, str], list[dict[str, float]]] = defaultdict(list)
-        for number in range(options.rounds):
-            for side in sides:
-                for kind, connections, stream in (
-                    ("1", 1, False),
-                    ("32", 32, False),
-                    ("stream 64", 64, True),
-                ):
-                    if not (stream and side.name in ("litellm", "aiohttp")):
-                        results[side.name, kind].append(
-                            measured(side, connections, options.seconds, stream=stream)
-                        )
-            print(f"round {number + 1} of {options.rounds} done", file=sys.stderr)
-        report(sides, results)
-        asyncio.run(
-            pauses(next(side for side in sides if side.name == "midflight"), options.pauses)
+    def load(self, connections: int, seconds: float, *, stream: bool) -> Figures:
+        """What clients with so many connections got, and the server's CPU time for each."""
+        before = family_cpu_seconds(self.process.pid)
+        kind = "stream" if stream else "whole"
+        command = side(
+            "gateway_servers", "load", self.port, connections, seconds, kind, self.keys or "-"
         )
-    if options.sessions:
-        subprocess.run(
-            [sys.executable, HERE / "gateway_memory.py", str(options.sessions)], check=True
-        )
+        found: Figures = json.loads(output_of(command))
+        spent = family_cpu_seconds(self.process.pid) - before
+        rate = found["tokens_per_second"] if stream else found["rps"]
+        found["cpu_us"] = 1e6 * spent / max(1.0, rate * seconds)
+        if found["failures"]:
+            print(f"{self.name}: {found['failures']:.0f} requests failed", file=sys.stderr)
+        return found
 
 
-def started(stack: contextlib.ExitStack, peers: Path | None, *, step_us: int) -> Iterable[Side]:
-    engine_port = free_port()
-    upstream_port = free_port()
-    for name, port, more in (
-        ("engine", engine_port, [str(step_us)]),
-        ("upstream", upstream_port, []),
-    ):
-        process = stack.enter_context(
-            running([sys.executable, HERE / "gateway_sides.py", name, str(port), *more])
-        )
-        wait_for(port, process)
-        if name == "upstream":
-            yield Side(name, port, process)
-    yield midflight(stack, engine_port)
+def started(stack: ExitStack, name: str, *arguments: object) -> Server:
+    """A server of `sides.gateway_servers`, once it listens."""
     port = free_port()
-    proxy = stack.enter_context(
-        running(
-            [sys.executable, HERE / "gateway_sides.py", "aiohttp", str(port), str(upstream_port)]
-        )
-    )
-    wait_for(port, proxy)
-    yield Side("aiohttp", port, proxy)
-    if peers is not None:
-        yield from peer_sides(stack, peers, upstream_port)
+    process = stack.enter_context(running(side("gateway_servers", name, port, *arguments)))
+    wait_for(port, process)
+    return Server(name, port, process)
 
 
-def midflight(stack: contextlib.ExitStack, engine_port: int) -> Side:
+def midflight(stack: ExitStack, engine: Server) -> Server:
+    """The gateway over that engine. It prints its keys once it listens."""
     port = free_port()
-    command = [sys.executable, HERE / "gateway_sides.py", "midflight", str(port), str(engine_port)]
+    command = side("gateway_servers", "midflight", port, engine.port)
     process = stack.enter_context(running(command, stdout=subprocess.PIPE))
     assert process.stdout is not None
     keys = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "keys.json"
     keys.write_bytes(process.stdout.readline())
-    return Side("midflight", port, process, keys)
+    return Server("midflight", port, process, keys)
 
 
-def peer_sides(stack: contextlib.ExitStack, peers: Path, upstream_port: int) -> Iterable[Side]:
+def peers(stack: ExitStack, venv: Path, upstream: Server) -> Iterator[Server]:
+    """The proxies of other people."""
     port = free_port()
-    command = [
-        peers / "bin/python",
-        "-m",
-        "sglang_router.launch_router",
-        "--port",
-        str(port),
-        "--host",
-        "127.0.0.1",
-    ]
-    router = [
-        *command,
-        "--worker-urls",
-        f"http://127.0.0.1:{upstream_port}",
-        "--prometheus-port",
-        str(free_port()),
-    ]
+    router = [venv / "bin/python", "-m", "sglang_router.launch_router"]
+    router += ["--host", "127.0.0.1", "--port", port, "--prometheus-port", free_port()]
+    router += ["--worker-urls", f"http://127.0.0.1:{upstream.port}"]
     process = stack.enter_context(running(router))
     wait_for(port, process)
-    yield Side("sglang-router", port, process)
-    config = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "litellm.yaml"
-    config.write_text(LITELLM_CONFIG.format(port=upstream_port))
+    yield Server("sglang-router", port, process)
     port = free_port()
-    process = stack.enter_context(
-        running(
-            [peers / "bin/litellm", "--config", config, "--port", str(port), "--host", "127.0.0.1"]
-        )
-    )
+    config = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "litellm.yaml"
+    config.write_text(LITELLM_CONFIG.format(port=upstream.port))
+    litellm = [venv / "bin/litellm", "--config", config, "--host", "127.0.0.1", "--port", port]
+    process = stack.enter_context(running(litellm, environ=PEERS))
     wait_for(port, process)
-    yield Side("litellm", port, process)
+    yield Server("litellm", port, process)
 
 
-def measured(side: Side, connections: int, seconds: float, *, stream: bool) -> dict[str, float]:
-    command = [
-        sys.executable,
-        HERE / "gateway_sides.py",
-        "load",
-        str(side.port),
-        str(connections),
-        str(seconds),
-    ]
-    command += ["--stream"] * stream + (["--keys", str(side.keys)] if side.keys else [])
-    before = side.cpu_seconds()
-    result = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-    spent = side.cpu_seconds() - before
-    per = "tokens_per_second" if stream else "rps"
-    result["cpu_us"] = 1e6 * spent / max(1.0, result[per] * seconds)
-    if result["failures"]:
-        print(f"{side.name}: {result['failures']} requests failed", file=sys.stderr)
-    return result
+# --- Servers --------------------------------------------------------------------------------------
 
 
-def report(sides: list[Side], results: dict[tuple[str, str], list[dict[str, float]]]) -> None:
-    def median(side: Side, kind: str, what: str) -> float:
-        return (
-            statistics.median(r[what] for r in results[side.name, kind])
-            if results[side.name, kind]
-            else float("nan")
-        )
+def servers(options: argparse.Namespace, report: Report) -> None:
+    with ExitStack() as stack:
+        upstream = started(stack, "upstream")
+        ours = midflight(stack, started(stack, "engine", options.step_us))
+        sides = [upstream, ours, started(stack, "aiohttp", upstream.port)]
+        if options.peers is not None:
+            sides += peers(stack, options.peers, upstream)
+        deeds: dict[tuple[str, str], Callable[[], Figures]] = {}
+        for server in sides:
+            deeds[server.name, "1"] = lambda s=server: s.load(1, options.seconds, stream=False)
+            deeds[server.name, "32"] = lambda s=server: s.load(32, options.seconds, stream=False)
+            if server.streams:
+                deeds[server.name, "stream"] = lambda s=server: s.load(
+                    STREAMS, options.seconds, stream=True
+                )
+        found = alternate(deeds, rounds=options.rounds)
+        print_servers(sides, found, report)
+
+
+def print_servers(
+    sides: list[Server], found: dict[tuple[str, str], list[Figures]], report: Report
+) -> None:
+    def median(server: Server, kind: str, what: str) -> float:
+        return median_of(found[server.name, kind], lambda figures: figures[what])
 
     direct = median(sides[0], "1", "p50_ms")
-    print(
-        f"{'side':14} {'p50 at 1':>9} {'added':>7} {'rps at 32':>10} {'p99':>8} {'CPU us/req':>11} "
-        f"{'streamed tok/s':>15} {'CPU us/tok':>11} {'MB':>6}"
+    table = report.table(
+        "side",
+        "p50 at 1, ms",
+        "added, ms",
+        "rps at 32",
+        "p99, ms",
+        "CPU us/req",
+        "streamed tok/s",
+        "CPU us/tok",
+        "MB",
     )
-    for side in sides:
-        p50 = median(side, "1", "p50_ms")
-        print(
-            f"{side.name:14} {p50:7.2f}ms {p50 - direct:5.2f}ms {median(side, '32', 'rps'):10.0f} "
-            f"{median(side, '32', 'p99_ms'):6.1f}ms {median(side, '32', 'cpu_us'):11.0f} "
-            f"{median(side, 'stream 64', 'tokens_per_second'):15.0f} "
-            f"{median(side, 'stream 64', 'cpu_us'):11.1f} {side.peak_mb():6.0f}"
-        )
-    ours = next(side for side in sides if side.name == "midflight")
-    for other in sides:
-        if other is not ours:
-            print(
-                f"requests per second, midflight / {other.name}: "
-                f"{median(ours, '32', 'rps') / median(other, '32', 'rps'):.2f}"
+    for server in sides:
+        p50 = median(server, "1", "p50_ms")
+        streamed = ("", "")
+        if server.streams:
+            streamed = (
+                f"{median(server, 'stream', 'tokens_per_second'):.0f}",
+                f"{median(server, 'stream', 'cpu_us'):.1f}",
             )
+        table.row(
+            server.name,
+            f"{p50:.2f}",
+            f"{p50 - direct:.2f}",
+            f"{median(server, '32', 'rps'):.0f}",
+            f"{median(server, '32', 'p99_ms'):.1f}",
+            f"{median(server, '32', 'cpu_us'):.0f}",
+            *streamed,
+            f"{sum(resident_mib(pid) for pid in family(server.process.pid)):.0f}",
+        )
+    ours = median(sides[1], "32", "rps")
+    for server in sides:
+        if server.name != "midflight":
+            ratio = ours / median(server, "32", "rps")
+            report.say(f"requests per second, midflight / {server.name}: {ratio:.2f}")
+            report.figure(f"gateway, requests a second: midflight / {server.name}", ratio)
 
 
-async def pauses(side: Side, pause_seconds: Sequence[float], *, clients: int = 64) -> None:
-    """How long after `continue` a client that waits through a pause has its answer, beside an
-    answer without a pause.
+# --- Pauses ---------------------------------------------------------------------------------------
+
+
+def pauses(options: argparse.Namespace, report: Report) -> None:
+    with ExitStack() as stack:
+        server = midflight(stack, started(stack, "engine", options.step_us))
+        table = report.table(
+            "clients that wait", "pause, s", "first answer, ms", "last, ms", "no pause, ms"
+        )
+        for clients in (1, STREAMS):
+            for seconds in options.pauses:
+                first, last, plain = asyncio.run(paused(server, clients, seconds))
+                cells = [f"{1e3 * each:.1f}" for each in (first, last, plain)]
+                table.row(clients, f"{seconds:g}", *cells)
+
+
+async def paused(server: Server, clients: int, pause_seconds: float) -> tuple[float, float, float]:
+    """Seconds from the request to continue until the first and the last of the clients have their
+    answers; and until all have one without a pause.
     """
-    base = f"http://127.0.0.1:{side.port}"
+    base = f"http://127.0.0.1:{server.port}"
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 
     async def ask(session: aiohttp.ClientSession) -> float:
@@ -242,85 +243,201 @@ async def pauses(side: Side, pause_seconds: Sequence[float], *, clients: int = 6
         return time.perf_counter()
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        for count in (1, clients):
-            started = time.perf_counter()
-            plain = max(await asyncio.gather(*(ask(session) for _ in range(count)))) - started
-            for seconds in pause_seconds:
-                async with session.post(
-                    f"{base}/pause_generation", json={"mode": "keep"}
-                ) as answer:
-                    assert answer.status == 200
-                waiting = [asyncio.create_task(ask(session)) for _ in range(count)]
-                await asyncio.sleep(seconds)
-                asked = time.perf_counter()
-                async with session.post(f"{base}/continue_generation") as answer:
-                    await answer.read()
-                ends = sorted([await task for task in waiting])
-                print(
-                    f"pause of {seconds:g} s, {count} waiting: first answer "
-                    f"{1e3 * (ends[0] - asked):.1f} ms after continue was asked, last "
-                    f"{1e3 * (ends[-1] - asked):.1f} ms (without a pause {1e3 * plain:.1f} ms)"
-                )
+        began = time.perf_counter()
+        plain = max(await asyncio.gather(*(ask(session) for _ in range(clients)))) - began
+        async with session.post(f"{base}/pause_generation", json={"mode": "keep"}) as answer:
+            assert answer.status == 200
+        waiting = [asyncio.create_task(ask(session)) for _ in range(clients)]
+        await asyncio.sleep(pause_seconds)
+        continued = time.perf_counter()
+        async with session.post(f"{base}/continue_generation") as answer:
+            await answer.read()
+        ends = await asyncio.gather(*waiting)
+        return min(ends) - continued, max(ends) - continued, plain
 
 
-# --- Processes ------------------------------------------------------------------------------------
+# --- Sessions -------------------------------------------------------------------------------------
+
+TURNS = 4
+PROMPT = 247
+ANSWER = 250
+"""A turn has 247 letters of the user, 250 tokens of answer, and the template's three marks."""
 
 
-@contextlib.contextmanager
-def running(command: Sequence[object], **options: object) -> Generator[subprocess.Popen[bytes]]:
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "LITELLM_LOG": "ERROR",
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-        **UNGUARDED,
-    }
-    settings = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **options}
-    process = subprocess.Popen(  # pyright: ignore[reportCallIssue]
-        [str(part) for part in command],
-        env=environment,
-        start_new_session=True,
-        **settings,  # pyright: ignore[reportArgumentType]
+class InstantGenerator:
+    """Implements `Generator`: letters for every request, at once."""
+
+    async def generate(
+        self, answer: Answer, *, affinity: str, may_abort: bool, told: Callable[[], None]
+    ) -> None:
+        letters = b"abcdefghijklmnopqrstuvwxyz"
+        sampling = answer.request.sampling
+        numbers = range(sampling.max_tokens)
+        ids = tuple(letters[(sampling.seed + k) % 26] for k in numbers)
+        logprobs = tuple(-0.001 * k for k in numbers)
+        answer.accept(Chunk(ids, logprobs, 0, 0, Finish(FinishReason.LENGTH)), vocab_size=262)
+
+    def forget(self, affinity: str) -> None:
+        return None
+
+
+def sessions(options: argparse.Namespace, report: Report) -> None:
+    """Measures in a process of its own, whose memory is that of the sessions."""
+    if options.sessions:
+        apart(print_sessions, options.sessions)
+
+
+def print_sessions(number: int) -> None:
+    asyncio.run(hold_sessions(number))
+
+
+async def hold_sessions(number: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        write_byte_tokenizer(Path(folder))
+        tokenizer = Tokenizer.load(Path(folder))
+    gateway = Gateway(
+        cast(Generator, InstantGenerator()),
+        tokenizer,
+        Metrics().apply,
+        model="policy",
+        limits=EngineLimits(max_context=8192, vocab_size=262),
+        max_sessions=number,
     )
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
+    empty = resident_mib()
+    began = time.process_time()
+    for at in range(number):
+        await play_session(gateway, at)
+    spent = time.process_time() - began
+    full = resident_mib()
+    length = TURNS * (PROMPT + ANSWER + 3)
+    each = (full - empty) * 2**20 / (number * length)
+    print(
+        f"{number} sessions of {length} tokens in {TURNS} turns: {full:.0f} MB resident "
+        f"({empty:.0f} MB before, peak {peak_mib():.0f} MB), {each:.1f} bytes a token; "
+        f"{1e6 * spent / (number * TURNS):.0f} us CPU a turn"
+    )
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+async def play_session(gateway: Gateway, number: int) -> None:
+    """Opens a session and asks its turns; it stays open."""
+    key = RolloutKey(GroupKey(0, number), 0)
+    handle = gateway.open(key, sampling=SamplingParams(max_tokens=ANSWER), tracked=True)
+    session = gateway.session_for(path_token=handle.api_key, api_key=None)
+    messages: list[dict[str, Json]] = []
+    for turn in range(TURNS):
+        question = f"{number:06d}.{turn:02d}".ljust(PROMPT, "q")
+        messages.append({"role": "user", "content": question})
+        asked = (Messages(tuple(messages)),)
+        call = CompletionCall(sources=asked, asked=Asked(max_tokens=ANSWER))
+        [answer] = await gateway.answers(gateway.prepare(session, call))
+        messages.append({"role": "assistant", "content": answer.text})
 
 
-def wait_for(port: int, process: subprocess.Popen[bytes], *, seconds: float = 120.0) -> None:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if process.poll() is not None:
-            raise SystemExit(f"{process.args} ended with {process.returncode}")
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-            return
-        time.sleep(0.1)
-    raise SystemExit(f"{process.args} does not listen on {port}")
+# --- Streams --------------------------------------------------------------------------------------
 
 
-def family(pid: int) -> list[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [pid, *(p for child in children for p in family(int(child)))]
+def streams(options: argparse.Namespace, report: Report) -> None:
+    deeds: dict[int, Callable[[], Figures]] = {}
+    for rest in options.rests:
+        deeds[rest] = lambda rest=rest: streamed(rest, options.seconds)
+    found = alternate(deeds, rounds=options.rounds)
+    table = report.table(
+        "step every, us",
+        "engine at most, tokens/s",
+        "tokens/s",
+        "tokens a message",
+        "CPU us a token",
+    )
+    fastest = 0.0
+    for rest, results in found.items():
+        rate = median_of(results, lambda figures: figures["tokens_per_second"])
+        merged = median_of(results, lambda figures: figures["tokens_a_message"])
+        cpu = median_of(results, lambda figures: figures["cpu_us"])
+        table.row(rest, f"{STREAMS * 1e6 / rest:.0f}", f"{rate:.0f}", f"{merged:.2f}", f"{cpu:.1f}")
+        if merged <= ALONE:
+            fastest = max(fastest, rate)
+    report.say(f"one token a message: {fastest:.0f} tokens a second")
 
 
-def cpu_of(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def streamed(rest_us: int, seconds: float) -> Figures:
+    """Measures streams of an engine that begins a step every so many microseconds, with a token for
+    each stream.
+    """
+    with ExitStack() as stack:
+        server = midflight(stack, started(stack, "engine", rest_us))
+        return server.load(STREAMS, seconds, stream=True)
 
 
-def _status_mb(pid: int, name: str) -> float:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(name))
+# --- Several gateways -----------------------------------------------------------------------------
+
+
+def shards(options: argparse.Namespace, report: Report) -> None:
+    with ExitStack() as stack:
+        gateways = [midflight(stack, started(stack, "engine", 0)) for _ in range(2)]
+        deeds: dict[int, Callable[[], Figures]] = {}
+        for number in (1, 2):
+            deeds[number] = lambda number=number: together(
+                gateways[:number], options.connections // number, options.seconds
+            )
+        found = alternate(deeds, rounds=options.rounds)
+    report.say(f"{options.connections} connections, {os.cpu_count()} cores")
+    table = report.table(
+        "gateways",
+        "requests/s",
+        "CPU of a request, in its gateway",
+        "so at most, each on a core of its own",
+    )
+    for number, results in found.items():
+        rps = median_of(results, lambda figures: figures["rps"])
+        cpu = median_of(results, lambda figures: figures["cpu_us"])
+        table.row(number, f"{rps:,.0f}", f"{cpu:.0f} µs", f"{number * 1e6 / cpu:,.0f}/s")
+
+
+def together(gateways: list[Server], connections: int, seconds: float) -> Figures:
+    """Requests a second of all, and the CPU time of a request in its gateway."""
+    with ThreadPoolExecutor(len(gateways)) as loads:
+        asked = [loads.submit(each.load, connections, seconds, stream=False) for each in gateways]
+        answers = [one.result() for one in asked]
+    rps = sum(figures["rps"] for figures in answers)
+    cpu = sum(figures["cpu_us"] * figures["rps"] for figures in answers) / rps
+    return {"rps": rps, "cpu_us": cpu}
+
+
+PARTS = {
+    "servers": servers,
+    "pauses": pauses,
+    "sessions": sessions,
+    "streams": streams,
+    "shards": shards,
+}
+
+
+def main() -> None:
+    arguments = Arguments(__doc__, rounds=3)
+    arguments.option("--parts", ["servers", "pauses", "sessions"], smoke=[*PARTS], choices=[*PARTS])
+    arguments.option("--seconds", 5.0, smoke=0.2, help="of each measurement")
+    arguments.option(
+        "--peers", None, type=Path, help="environment with litellm[proxy] and sglang-router"
+    )
+    arguments.option("--sessions", 10_000, smoke=20, help="of part `sessions`; 0 leaves it out")
+    arguments.option(
+        "--step-us",
+        0,
+        help="from one step of the engine to the next: above 0 no token waits for another",
+    )
+    arguments.option("--pauses", [0.1, 1.0, 5.0], smoke=[0.05], help="seconds of each pause")
+    arguments.option(
+        "--rests",
+        [4000, 2000, 1500, 1000, 800],
+        smoke=[4000],
+        help="microseconds from one step of the engine to the next, of part `streams`",
+    )
+    arguments.option("--connections", 32, smoke=4, help="of all clients of part `shards`")
+    options = arguments.parse()
+    report = Report(options)
+    for part in options.parts:
+        PARTS[part](options, report)
+    report.close()
 
 
 if __name__ == "__main__":

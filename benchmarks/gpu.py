@@ -14,7 +14,6 @@ count.
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import secrets
 import statistics
@@ -24,80 +23,56 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from early import GROUP, PROMPT, groups
-from overlap_runs import ring
-from smoke import SETTINGS, options_of
+from harness.arguments import Arguments
+from harness.models import GROUP, PROMPT, embedded_engine, made_groups, policy_trainer, requests
+from harness.report import Report
+from harness.ring import ring
+from harness.rounds import timed
+from harness.runs import DEMO, SMALL
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from midflight.config.load import load_config
-from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.engines.embedded.weights import EngineWeights
 from midflight.models.export import export_model
 from midflight.models.load import load_model
 from midflight.models.names import in_dtype, named_tensors
-from midflight.text.byte_tokenizer import END, byte_tokenizer, write_byte_tokenizer
-from midflight.text.tokenizer import Tokenizer
-from midflight.trainer.credit import Scoring
-from midflight.trainer.objective import Objective
-from midflight.trainer.optimizer import Adam
-from midflight.trainer.schedule import Schedule
-from midflight.trainer.trainer import PolicyTrainer, Scale
-from midflight.types import GenerateRequest, SamplingParams
-from midflight.types.facts import unheard
+from midflight.text.byte_tokenizer import END, write_byte_tokenizer
+from midflight.trainer.trainer import Scale
 from midflight.weights.transports.select import publisher, receiver
 
 PAD = 261
 CONTEXT = 2048
-DEMO = Path(__file__).parents[1] / "configs" / "demo.toml"
+Findings = Iterator[tuple[str, str]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=[*PARTS])
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--layers", type=int, default=28)
-    parser.add_argument("--vocabulary", type=int, default=151_936)
-    parser.add_argument(
-        "--running",
-        type=int,
-        nargs="+",
-        default=[1, 8, 64],
-        help="requests that are decoded together",
-    )
-    parser.add_argument("--tokens", type=int, default=256, help="of each answer")
-    parser.add_argument("--groups", type=int, default=16, help="of a step")
-    parser.add_argument(
-        "--steps", type=int, default=30, help="of the ring, of which a third does not count"
-    )
-    parser.add_argument("--rounds", type=int, default=3)
-    smaller = {
-        "device": "cpu",
-        "layers": 1,
-        "vocabulary": 512,
-        "running": [2],
-        "tokens": 4,
-        "groups": 1,
-        "steps": 3,
-        "rounds": 1,
-    }
-    options = options_of(parser, **smaller)
-    if options.device.startswith("cuda") and not torch.cuda.is_available():
+    arguments = Arguments(__doc__, rounds=3)
+    arguments.option("--only", [*PARTS], choices=[*PARTS])
+    arguments.option("--device", "cuda", smoke="cpu")
+    arguments.option("--layers", 28, smoke=1)
+    arguments.option("--vocabulary", 151_936, smoke=512)
+    arguments.option("--running", [1, 8, 64], smoke=[2], help="requests that are decoded together")
+    arguments.option("--tokens", 256, smoke=4, help="of each answer")
+    arguments.option("--groups", 16, smoke=1, help="of a step")
+    arguments.option("--steps", 30, smoke=3, help="of the ring, of which a third does not count")
+    options = arguments.parse()
+    uses_gpu = options.device.startswith("cuda")
+    if uses_gpu and not torch.cuda.is_available():
         print(
             "skipped: torch sees no GPU here; with --smoke all of it runs on the CPU, in a small "
             "size"
         )
         return
-    name = torch.cuda.get_device_name() if options.device.startswith("cuda") else "the CPU"
-    print(
-        f"{datetime.date.today()}, {name}, torch {torch.__version__}\n\n| what | found |\n|---|---|"
-    )
+    report = Report(options)
+    name = torch.cuda.get_device_name() if uses_gpu else "the CPU"
+    report.say(f"{name}, torch {torch.__version__}")
+    table = report.table("what", "found")
     with tempfile.TemporaryDirectory() as scratch:
         folder = made(Path(scratch), options)
         for part in options.only:
             for what, found in PARTS[part](folder, options):
-                print(f"| {what} | {found} |", flush=True)
+                table.row(what, found)
+    report.close()
 
 
 def made(scratch: Path, options: argparse.Namespace) -> Path:
@@ -110,7 +85,7 @@ def made(scratch: Path, options: argparse.Namespace) -> Path:
         "head_dim": 128,
     }
     if options.smoke:
-        sizes = {name: size // 16 if size > 16 else 2 for name, size in sizes.items()}
+        sizes = {name: max(2, size // 16) for name, size in sizes.items()}
     config = Qwen3Config(
         vocab_size=options.vocabulary,
         num_hidden_layers=options.layers,
@@ -133,13 +108,13 @@ def made(scratch: Path, options: argparse.Namespace) -> Path:
 
 def seconds(deed: Callable[[], object], *, device: str, rounds: int) -> float:
     """Median, of a deed and of all that it has left to the device."""
-    taken: list[float] = []
-    for _ in range(rounds + 1):
-        began = time.perf_counter()
+
+    def complete() -> None:
         deed()
         if device.startswith("cuda"):
             torch.cuda.synchronize()
-        taken.append(time.perf_counter() - began)
+
+    taken = [timed(complete)[1].wall for _ in range(rounds + 1)]
     return statistics.median(taken[1:])
 
 
@@ -150,53 +125,37 @@ def copy_bandwidth(device: str, *, num_bytes: int = 2**30) -> float:
     return 2 * num_bytes / seconds(lambda: target.copy_(source), device=device, rounds=10)
 
 
-def generation(folder: Path, options: argparse.Namespace) -> Iterator[tuple[str, str]]:
+def generation(folder: Path, options: argparse.Namespace) -> Findings:
     model = load_model(folder, dtype="bfloat16", device=options.device)
     weights = sum(tensor.nbytes for tensor in named_tensors(model).values())
     bandwidth = copy_bandwidth(options.device)
     yield "a copy within the device's memory", f"{bandwidth / 1e12:.2f} TB/s, read and written"
-    engine = EmbeddedEngine(
-        model,
-        tokenizer=Tokenizer(byte_tokenizer(), template=None, eos_token_ids=frozenset({END})),
-        name="gpu",
-        receiver=receiver(),
-        record=unheard,
-        max_running=max(options.running),
-        max_batch_tokens=8192,
-        max_context=CONTEXT,
-        pause_lease_seconds=30.0,
+    engine = embedded_engine(
+        model, running=max(options.running), context=CONTEXT, max_batch_tokens=8192
     )
     for running in options.running:
-        params = SamplingParams(max_tokens=options.tokens, ignore_eos=True)
-        requests = [
-            GenerateRequest(f"r{i}", tuple(range(i % 256, i % 256 + 32)), 32, params)
-            for i in range(running)
-        ]
+        prompts = [range(number % 256, number % 256 + PROMPT) for number in range(running)]
+        asked = requests(prompts, answer=options.tokens)
         taken = seconds(
-            lambda asked=requests: engine.generate_all(asked),
+            lambda asked=asked: engine.generate_all(asked),
             device=options.device,
             rounds=options.rounds,
         )
         floor = options.tokens * weights / bandwidth / taken
+        rate = running * options.tokens / taken
         yield (
             f"decoding {running} together",
-            f"{running * options.tokens / taken:,.0f} tokens/s, {floor:.3f} of a copy's bandwidth",
+            f"{rate:,.0f} tokens/s, {floor:.3f} of a copy's bandwidth",
         )
 
 
-def training(folder: Path, options: argparse.Namespace) -> Iterator[tuple[str, str]]:
+def training(folder: Path, options: argparse.Namespace) -> Findings:
     scale = Scale(micro_batch_tokens=8192, compute_dtype=torch.bfloat16)
-    trainer = PolicyTrainer(
-        load_model(folder, dtype="float32", device=options.device),
-        Objective(),
-        scoring=Scoring(),
-        schedule=Schedule(),
-        adam=Adam(1e-6),
-        scale=scale,
-    )
+    model = load_model(folder, dtype="float32", device=options.device)
+    trainer = policy_trainer(model, rate=1e-6, scale=scale)
 
     def step() -> None:
-        trainer.step(groups(trainer.version, first=0, number=options.groups, answer=options.tokens))
+        trainer.step(made_groups(trainer.version, number=options.groups, answer=options.tokens))
 
     taken = seconds(step, device=options.device, rounds=options.rounds)
     trained = options.groups * GROUP * (PROMPT + options.tokens)
@@ -206,43 +165,40 @@ def training(folder: Path, options: argparse.Namespace) -> Iterator[tuple[str, s
     )
 
 
-def handover(folder: Path, options: argparse.Namespace) -> Iterator[tuple[str, str]]:
+def handover(folder: Path, options: argparse.Namespace) -> Findings:
     source: PreTrainedModel = load_model(folder, dtype="float32", device=options.device)
-    engine = EngineWeights(
-        load_model(folder, dtype="bfloat16", device=options.device), receiver(), version=0
-    )
+    served = load_model(folder, dtype="bfloat16", device=options.device)
+    engine = EngineWeights(served, receiver(), version=0)
     found: dict[str, list[float]] = {"publish": [], "stage": [], "commit": []}
     sent = 0
-    with publisher(
-        "shared_memory", name=f"midflight-bench-gpu-{os.getpid()}", folder=folder
-    ) as outbox:
+    name = f"midflight-bench-gpu-{os.getpid()}"
+    with publisher("shared_memory", name=name, folder=folder) as outbox:
         for version in range(1, options.rounds + 2):
             change(source)
-            marks = [time.perf_counter()]
+            began = time.perf_counter()
             manifest = outbox.publish(version, in_dtype(named_tensors(source), torch.bfloat16))
-            marks.append(time.perf_counter())
+            published = time.perf_counter()
             engine.stage(manifest)
-            marks.append(time.perf_counter())
+            staged = time.perf_counter()
             engine.commit(version)
-            marks.append(time.perf_counter())
+            committed = time.perf_counter()
             outbox.release(version - 1)
-            for what, begun, ended in zip(found, marks, marks[1:], strict=False):
-                found[what].append(ended - begun)
+            found["publish"].append(published - began)
+            found["stage"].append(staged - published)
+            found["commit"].append(committed - staged)
             sent = sum(spec.num_bytes for spec in manifest.tensors)
-    told = ", ".join(
-        f"{what} {statistics.median(taken[1:]):.4f} s" for what, taken in found.items()
-    )
-    yield f"a version of {sent / 1e9:.2f} GB", told
+    medians = [f"{what} {statistics.median(taken[1:]):.4f} s" for what, taken in found.items()]
+    yield f"a version of {sent / 1e9:.2f} GB", ", ".join(medians)
 
 
 def change(model: PreTrainedModel) -> None:
-    """Makes other weights of all of them: a version that an engine serves already is not fetched."""
+    """Changes all weights: a version that an engine serves already is not fetched."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.01)
 
 
-def whole_ring(folder: Path, options: argparse.Namespace) -> Iterator[tuple[str, str]]:
+def whole_ring(folder: Path, options: argparse.Namespace) -> Findings:
     shared = options.device.startswith("cuda") and torch.cuda.device_count() < 2
     settings = [
         f"model.path={folder}",
@@ -258,18 +214,18 @@ def whole_ring(folder: Path, options: argparse.Namespace) -> Iterator[tuple[str,
         f"run.name=gpu-{secrets.token_hex(4)}",
         "environment.workers=0",
     ]
-    config = load_config(DEMO, [*SETTINGS, *settings] if options.smoke else settings)
+    config = load_config(DEMO, [*SMALL, *settings] if options.smoke else settings)
     warmup = max(1, options.steps // 3)
     found = ring(config, warmup=warmup)
     staged, paused = found.handover
-    told = f"{found.samples_per_second:.1f} rollouts/s, stage {staged:.3f} s, pause {paused:.4f} s"
+    where = ", engine and trainer on one GPU" if shared else ""
     yield (
-        f"a run of {options.steps} steps" + (", engine and trainer on one GPU" if shared else ""),
-        told,
+        f"a run of {options.steps} steps{where}",
+        f"{found.samples_per_second:.1f} rollouts/s, stage {staged:.3f} s, pause {paused:.4f} s",
     )
 
 
-PARTS: dict[str, Callable[[Path, argparse.Namespace], Iterator[tuple[str, str]]]] = {
+PARTS: dict[str, Callable[[Path, argparse.Namespace], Findings]] = {
     "generation": generation,
     "training": training,
     "handover": handover,

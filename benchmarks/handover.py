@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import statistics
 import sys
 import tempfile
@@ -27,17 +26,11 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from handover_sides import (
-    PYTHONS,
-    Cost,
-    RemoteTrainer,
-    Side,
-    Size,
-    cpu_seconds,
-    engine_side,
-    streaming,
-)
-from smoke import options_of
+from harness.arguments import Arguments
+from harness.processes import family_cpu_seconds
+from harness.report import Report, milliseconds
+from harness.rounds import Cost, turns
+from sides.handover_ends import PYTHONS, RemoteTrainer, Side, Size, engine_side, streaming
 
 from midflight.ports import Engine
 from midflight.types import PauseMode, Version
@@ -45,7 +38,7 @@ from midflight.types.facts import Fact, WeightsCommitted
 from midflight.weights.handover import Handover
 
 ENGINES = ("embedded", "vllm", "sglang")
-TRANSPORTS = ("shared_memory", "file", "collective", "direct")
+TRANSPORTS = ("shared_memory", "pull", "direct")
 RELOAD = "reload"
 SETTLED = 8
 """Tokens of every stream before the weights are final, and after they are served."""
@@ -61,8 +54,8 @@ class Sample:
     """A transport, or `reload`."""
     num_bytes: int
     normal_gap: float
-    """Between tokens of a stream, before the weights are final and after they are served;
-    median.
+    """The median gap between tokens of a stream, before the weights are final and after they are
+    served.
     """
     gap_before: float
     """The largest while weights are published and staged, or saved; median over streams, as the
@@ -74,16 +67,16 @@ class Sample:
     """A plain copy of the same tensors, in the trainer, just before."""
     copy_cpu: float
     wait_seconds: float
-    """Until the trainer may change its weights again."""
+    """The time until the trainer may change its weights again."""
     wait_cpu: float
     stage_seconds: float
-    """In the background; 0 for a reload."""
+    """The time of staging in the background; 0 for a reload."""
     change_seconds: float
     """Commit, or pause, reload and resume."""
     total_seconds: float
-    """From the moment the weights are final until they are served."""
+    """The time from the moment the weights are final until they are served."""
     total_cpu: float
-    """Of all processes in that time, decoding included."""
+    """The CPU time of all processes meanwhile, decoding included."""
 
     @property
     def pause(self) -> float:
@@ -91,53 +84,50 @@ class Sample:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    arguments = Arguments(__doc__, rounds=5)
+    arguments.option("--engines", [*ENGINES], smoke=["embedded"], choices=ENGINES)
+    arguments.option(
+        "--transports",
+        [*TRANSPORTS],
+        smoke=["shared_memory", "pull"],
+        choices=TRANSPORTS,
+        help="`direct` goes to vLLM and SGLang alone",
     )
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
-    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=TRANSPORTS)
-    parser.add_argument(
+    arguments.option(
         "--pause-mode",
+        "auto",
         choices=("auto", "keep"),
-        default="auto",
         help="for commits and reloads; auto is each server's own",
     )
-    parser.add_argument("--in-flight", type=int, default=16, help="streams")
-    parser.add_argument("--hidden-size", type=int, default=256, help="multiple of 128")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--model", type=Path, help="folder of a model, instead of a made one")
-    parser.add_argument("--context", type=int, default=1024, help="tokens of the longest stream")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--folder", type=Path, help="on the disk to save to; default: the temporary folder"
+    arguments.option("--in-flight", 16, smoke=2, help="streams")
+    arguments.option("--hidden-size", 256, smoke=128, help="multiple of 128")
+    arguments.option("--layers", 4, smoke=1)
+    arguments.option("--model", None, type=Path, help="folder of a model, instead of a made one")
+    arguments.option("--context", 1024, smoke=256, help="tokens of the longest stream")
+    arguments.option(
+        "--folder", None, type=Path, help="on the disk to save to; default: the temporary folder"
     )
-    parser.add_argument("--json", type=Path, help="where to write every sample")
-    options = options_of(
-        parser,
-        engines=["embedded"],
-        transports=["shared_memory"],
-        in_flight=2,
-        hidden_size=128,
-        layers=1,
-        context=256,
-        rounds=1,
-    )
+    options = arguments.parse()
+    report = Report(options)
     samples: list[Sample] = []
     for kind in options.engines:
         if kind in PYTHONS and not PYTHONS[kind].exists():
-            print(
-                (
-                    f"{kind} is left out: no {PYTHONS[kind]}; run `make engines` or set "
-                    f"MIDFLIGHT_{kind.upper()}_PYTHON"
-                ),
-                file=sys.stderr,
-            )
+            where = f"run `make engines` or set MIDFLIGHT_{kind.upper()}_PYTHON"
+            print(f"{kind} is left out: no {PYTHONS[kind]}; {where}", file=sys.stderr)
             continue
         with tempfile.TemporaryDirectory(prefix="midflight-", dir=options.folder) as folder:
             samples += asyncio.run(measured(kind, options, Path(folder)))
-    report(samples)
-    if options.json:
-        options.json.write_text(json.dumps([asdict(sample) for sample in samples], indent=1))
+    print_requests(samples, report)
+    print_way(samples, report)
+    report.keep("samples", [asdict(sample) for sample in samples])
+    report.close()
+
+
+def ways_of(side: Side, transports: Sequence[str]) -> list[str]:
+    """The transports that go to this engine, and the server's own reload."""
+    if side.server is None:
+        return [transport for transport in transports if transport != "direct"]
+    return [*transports, RELOAD]
 
 
 async def measured(kind: str, options: argparse.Namespace, folder: Path) -> list[Sample]:
@@ -146,31 +136,30 @@ async def measured(kind: str, options: argparse.Namespace, folder: Path) -> list
     samples: list[Sample] = []
     async with AsyncExitStack() as stack:
         stack.push_async_callback(trainer.close)
-        side = await stack.enter_async_context(
-            engine_side(
-                kind,
-                size,
-                folder,
-                max_running=options.in_flight,
-                straight="direct" in options.transports,
-            )
+        made = engine_side(
+            kind,
+            size,
+            folder,
+            max_running=options.in_flight,
+            straight="direct" in options.transports,
         )
-        round_of = Rounds(
+        side = await stack.enter_async_context(made)
+        handovers = Handovers(
             side,
             trainer,
             in_flight=options.in_flight,
             max_tokens=options.context,
             pause_mode=options.pause_mode,
         )
-        for number in range(options.rounds + 1):
-            for way in (*options.transports, *([RELOAD] if side.server else [])):
-                sample = await round_of.sample(way)
-                samples += [sample] if number else []
-            print(f"{kind}: round {number} of {options.rounds} done", file=sys.stderr)
+        ways = ways_of(side, options.transports)
+        for way, counts in turns(ways, rounds=options.rounds, warmup=1):
+            sample = await handovers.sample(way)
+            if counts:
+                samples.append(sample)
     return samples
 
 
-class Rounds:
+class Handovers:
     """The handovers of one engine, one after the other, each with streams of its own."""
 
     def __init__(
@@ -206,11 +195,11 @@ class Rounds:
         ) as streams:
             await streams.each_has(SETTLED)
             copy = await self._trainer.copy()
-            cpu = cpu_seconds()
+            cpu = family_cpu_seconds()
             final = time.perf_counter()
             done = await (self._reload() if way == RELOAD else self._hand_over(way))
             served = time.perf_counter()
-            cpu = cpu_seconds() - cpu
+            cpu = family_cpu_seconds() - cpu
             await streams.each_has(SETTLED)
         await self._trainer.release(self._releasable)
         change = served - done.change_seconds
@@ -221,9 +210,9 @@ class Rounds:
             normal_gap=streams.normal_gap((final, served)),
             gap_before=streams.largest_gap((final, change)),
             gap=streams.largest_gap((change, served)),
-            copy_seconds=copy.seconds,
+            copy_seconds=copy.wall,
             copy_cpu=copy.cpu,
-            wait_seconds=done.wait.seconds,
+            wait_seconds=done.wait.wall,
             wait_cpu=done.wait.cpu,
             stage_seconds=done.stage_seconds,
             change_seconds=done.change_seconds,
@@ -263,7 +252,7 @@ class Done:
     """The trainer's: until it may change its weights again."""
     stage_seconds: float
     change_seconds: float
-    """From the beginning of the pause, or of the swap, until the new version is served."""
+    """The time from the beginning of the pause, or of the swap, until the new version is served."""
     num_bytes: int
 
 
@@ -294,79 +283,90 @@ class Alone:
 # --- The tables -----------------------------------------------------------------------------------
 
 
-def report(samples: Sequence[Sample]) -> None:
-    """Two markdown tables: what requests see, and what the trainer and the way take."""
-    rows = [
-        [s for s in samples if (s.engine, s.way) == key]
-        for key in dict.fromkeys((s.engine, s.way) for s in samples)
-    ]
-    print(
-        "| engine | way | normal gap | largest gap before | at the change | pause (of rounds) | "
-        "reload's / this |"
-    )
-    print("|---|---|---|---|---|---|---|")
-    for row in rows:
-        print(seen_by_requests(row, _reloads(samples, row)))
-    print(
-        "\n| engine | way | MB | trainer waits (CPU) | plain copies | stage | of copy bandwidth | "
-        "change | total (CPU) | reload's / this: wait | total |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
-    for row in rows:
-        print(on_the_way(row, _reloads(samples, row)))
+def by_way(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """The samples of each engine and way."""
+    found: dict[tuple[str, str], list[Sample]] = {}
+    for sample in samples:
+        found.setdefault((sample.engine, sample.way), []).append(sample)
+    return list(found.values())
 
 
-def seen_by_requests(row: Sequence[Sample], reloads: Sequence[Sample]) -> str:
-    pauses = sorted(s.pause for s in row)
-    return _line(
-        row[0].engine,
-        row[0].way,
-        *(_ms(median(row, what)) for what in ("normal_gap", "gap_before", "gap")),
-        f"{_ms(median(row, 'pause'))} ({1e3 * pauses[0]:.1f}-{1e3 * pauses[-1]:.1f})",
-        _times(row, reloads, "pause"),
+def print_requests(samples: Sequence[Sample], report: Report) -> None:
+    """What requests see."""
+    table = report.table(
+        "engine",
+        "way",
+        "normal gap",
+        "largest gap before",
+        "at the change",
+        "pause (of rounds)",
+        "reload's / this",
     )
+    for row in by_way(samples):
+        pauses = [1e3 * sample.pause for sample in row]
+        table.row(
+            row[0].engine,
+            row[0].way,
+            milliseconds(median(row, "normal_gap")),
+            milliseconds(median(row, "gap_before")),
+            milliseconds(median(row, "gap")),
+            f"{statistics.median(pauses):.1f} ms ({min(pauses):.1f}-{max(pauses):.1f})",
+            times_of_reload(samples, row, "pause"),
+        )
 
 
-def on_the_way(row: Sequence[Sample], reloads: Sequence[Sample]) -> str:
-    staged = row[0].way != "reload"
-    return _line(
-        row[0].engine,
-        row[0].way,
-        f"{row[0].num_bytes / 1e6:.1f}",
-        f"{_ms(median(row, 'wait_seconds'))} ({_ms(median(row, 'wait_cpu'))})",
-        f"{statistics.median(s.wait_seconds / s.copy_seconds for s in row):.1f}",
-        _ms(median(row, "stage_seconds")) if staged else "",
-        f"{statistics.median(s.copy_seconds / s.stage_seconds for s in row):.0%}" if staged else "",
-        _ms(median(row, "change_seconds")),
-        f"{_ms(median(row, 'total_seconds'))} ({_ms(median(row, 'total_cpu'))})",
-        _times(row, reloads, "wait_seconds"),
-        _times(row, reloads, "total_seconds"),
+def print_way(samples: Sequence[Sample], report: Report) -> None:
+    """What the trainer waits, and what the way takes."""
+    table = report.table(
+        "engine",
+        "way",
+        "MB",
+        "trainer waits (CPU)",
+        "plain copies",
+        "stage",
+        "of copy bandwidth",
+        "change",
+        "total (CPU)",
+        "reload's / this: wait",
+        "total",
     )
+    for row in by_way(samples):
+        stage = ""
+        bandwidth = ""
+        if row[0].way != RELOAD:
+            share = statistics.median(each.copy_seconds / each.stage_seconds for each in row)
+            stage = milliseconds(median(row, "stage_seconds"))
+            bandwidth = f"{share:.0%}"
+            name = f"handover, {row[0].engine}, {row[0].way}: stage, of copy bandwidth, in percent"
+            report.figure(name, 100 * share)
+        waits = milliseconds(median(row, "wait_seconds"))
+        copies = statistics.median(each.wait_seconds / each.copy_seconds for each in row)
+        total = milliseconds(median(row, "total_seconds"))
+        table.row(
+            row[0].engine,
+            row[0].way,
+            f"{row[0].num_bytes / 1e6:.1f}",
+            f"{waits} ({milliseconds(median(row, 'wait_cpu'))})",
+            f"{copies:.1f}",
+            stage,
+            bandwidth,
+            milliseconds(median(row, "change_seconds")),
+            f"{total} ({milliseconds(median(row, 'total_cpu'))})",
+            times_of_reload(samples, row, "wait_seconds"),
+            times_of_reload(samples, row, "total_seconds"),
+        )
 
 
 def median(row: Sequence[Sample], what: str) -> float:
-    return statistics.median(getattr(s, what) for s in row)
+    return statistics.median(getattr(sample, what) for sample in row)
 
 
-def _reloads(samples: Sequence[Sample], row: Sequence[Sample]) -> list[Sample]:
-    """Of the same engine; none for the row of reloads itself."""
-    return [s for s in samples if s.engine == row[0].engine and s.way == "reload" != row[0].way]
-
-
-def _times(row: Sequence[Sample], reloads: Sequence[Sample], what: str) -> str:
-    return (
-        f"{median(reloads, what) / median(row, what):.1f}"
-        if reloads and median(row, what) > 0
-        else ""
-    )
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.1f} ms"
-
-
-def _line(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
+def times_of_reload(samples: Sequence[Sample], row: Sequence[Sample], what: str) -> str:
+    """Returns the same engine's reload in times of this way; empty where there is none."""
+    if row[0].way == RELOAD or median(row, what) <= 0:
+        return ""
+    reloads = [each for each in samples if (each.engine, each.way) == (row[0].engine, RELOAD)]
+    return f"{median(reloads, what) / median(row, what):.1f}" if reloads else ""
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import os
 import random
 import secrets
 import signal
@@ -25,15 +24,19 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from smoke import options_of
+from harness.arguments import Arguments
+from harness.processes import environment
+from harness.report import Report
+from harness.rounds import turns
 
 from midflight.config.sections import Config, EnvironmentSection, GatewaySection
-from midflight.environments.crew import Crew, HungWorker
 from midflight.environments.rollout import RolloutRunner
+from midflight.environments.worker_pool import HungWorker, WorkerPool
 from midflight.gateway.http.http import build_app
 from midflight.observe.failures import failure_class
 from midflight.run import parts
 from midflight.run.api.worker_routes import WorkerRoutes, watch_workers
+from midflight.run.places.port import ChildOrder
 from midflight.run.places.process import LocalChild
 from midflight.run.rollout.rollouts import TokenFates
 from midflight.run.rollout.serving import Agents, Serving
@@ -50,7 +53,6 @@ EXPECTED = {
     "fork": "TooManyProcesses",
     "leak": "MemoryError",
 }
-HERE = str(Path(__file__).parent)
 
 
 def seconds_of(draw: random.Random, shortest: float) -> float:
@@ -70,8 +72,15 @@ class Round:
     failed_healthy: list[str] = field(default_factory=list)
     classes: Counter[tuple[str, str]] = field(default_factory=Counter)
     blamed: dict[str, str] = field(default_factory=dict)
-    """By class, one that has it: task and error."""
+    """One rollout of each class of failure: task and error."""
     workers_lost: int = 0
+
+    def add(self, other: Round) -> None:
+        self.healthy += other.healthy
+        self.failed_healthy += other.failed_healthy
+        self.classes += other.classes
+        self.blamed |= other.blamed
+        self.workers_lost += other.workers_lost
 
 
 class Site:
@@ -100,36 +109,35 @@ class Site:
         serving = Serving(
             config, scripted_tokenizer(), [engine], record=unheard, version=0, anonymous=False
         )
-        crew = Crew(serving.gateway, stall_seconds=config.run.stall_seconds, say=print)
+        pool = WorkerPool(serving.gateway, stall_seconds=config.run.stall_seconds, say=print)
         with listen("127.0.0.1", 0) as listener:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             serving.gateway.address = url
-            routes = WorkerRoutes(crew, token=self._token, control_token=self._token).routes()
+            routes = WorkerRoutes(pool, token=self._token, control_token=self._token).routes()
             app = build_app(serving.gateway, serving.control, extra_routes=routes)
-            runner = Agents(config, serving, crew, unheard).runner(
+            runner = Agents(config, serving, pool, unheard).runner(
                 serving.gateway, TokenFates(), tracked=True
             )
             names = [f"worker{i}" for i in range(config.environment.workers or 1)]
             up = {name: asyncio.Event() for name in names}
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    beside = [
+                    started = [
                         tasks.create_task(serve_app(app, listener, ready=lambda: None)),
-                        tasks.create_task(watch_workers(crew, self._condemn)),
-                        *(tasks.create_task(self._worker(name, url, up[name])) for name in names),
+                        tasks.create_task(watch_workers(pool, self._condemn)),
                     ]
+                    for name in names:
+                        started.append(tasks.create_task(self._worker(name, url, up[name])))
                     for event in up.values():
                         await event.wait()
-                    draws = [
-                        tasks.create_task(self._slot(runner, fault, i))
-                        for fault in self._slots
-                        for i in range(self._slots[fault])
-                    ]
+                    for fault, number in self._slots.items():
+                        for at in range(number):
+                            started.append(tasks.create_task(self._slot(runner, fault, at)))
                     await asyncio.sleep(warmup)
                     self._counting = True
                     await asyncio.sleep(seconds)
                     self._counting = False
-                    for task in (*draws, *beside):
+                    for task in started:
                         task.cancel()
             finally:
                 for worker in self._workers.values():
@@ -140,17 +148,15 @@ class Site:
     async def _worker(self, name: str, url: str, up: asyncio.Event) -> None:
         """Starts it again whenever it ends, as a run does."""
         while True:
-            environ = {
-                "PYTHONPATH": os.pathsep.join([HERE, *filter(None, [os.environ.get("PYTHONPATH")])])
-            }
             section = self._config.environment
-            worker = LocalChild(
+            order = ChildOrder(
                 parts.ProcessKind.WORKER,
                 name,
-                log=self._folder / f"{name}.log",
-                environ=environ,
+                str(self._folder / f"{name}.log"),
+                environment(),
                 arguments=[str(section.entry)],
             )
+            worker = LocalChild(order)
             self._workers[name] = worker
             await worker.start()
             await worker.tell(parts.WorkerSpec(name, url, self._token, section.model_dump_json()))
@@ -190,7 +196,7 @@ class Site:
 def configured(options: argparse.Namespace) -> Config:
     return Config(
         environment=EnvironmentSection(
-            entry="isolation_agents:rollout",
+            entry="sides.faulty_agents:rollout",
             workers=options.workers,
             rollout_seconds=7 * options.shortest,
             max_tokens=8,
@@ -202,75 +208,67 @@ def configured(options: argparse.Namespace) -> Config:
 
 
 def slots_of(rollouts: int, *, faulty: bool) -> Counter[str]:
-    """At least one of each fault."""
+    """Gives at least one slot to each fault."""
     others = {fault: max(1, round(rollouts * share)) for fault, share in SHARES.items()}
-    return Counter({"none": rollouts - sum(others.values()), **(others if faulty else {})})
+    slots = Counter({"none": rollouts - sum(others.values())})
+    if faulty:
+        slots.update(others)
+    return slots
+
+
+def played(options: argparse.Namespace, *, faulty: bool, seed: int) -> Round:
+    with tempfile.TemporaryDirectory() as folder:
+        site = Site(
+            configured(options),
+            slots_of(options.rollouts, faulty=faulty),
+            Path(folder),
+            seed=seed,
+            shortest=options.shortest,
+        )
+        return asyncio.run(site.run(warmup=options.warmup, seconds=options.seconds))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rollouts", type=int, default=512)
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--worker-mb", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=3, help="of each side, alternating")
-    parser.add_argument(
-        "--warmup", type=float, default=20.0, help="seconds of a round before it counts"
-    )
-    parser.add_argument("--seconds", type=float, default=50.0, help="of a round")
-    parser.add_argument(
+    arguments = Arguments(__doc__, rounds=3)
+    arguments.option("--rollouts", 512, smoke=12)
+    arguments.option("--workers", 4, smoke=1)
+    arguments.option("--worker-mb", 1024)
+    arguments.option("--warmup", 20.0, smoke=0.5, help="seconds of a round before it counts")
+    arguments.option("--seconds", 50.0, smoke=4.0, help="of a round")
+    arguments.option(
         "--shortest",
-        type=float,
-        default=8.0,
+        8.0,
+        smoke=0.2,
         help="seconds of an environment; the longest take five times as long",
     )
-    options = options_of(
-        parser, rollouts=12, workers=1, rounds=1, warmup=0.5, seconds=4.0, shortest=0.2
-    )
+    options = arguments.parse()
+    report = Report(options)
     rates: dict[bool, list[float]] = {True: [], False: []}
     everything = Round()
-    for number in range(options.rounds):
-        for faulty in (False, True) if number % 2 else (True, False):
-            with tempfile.TemporaryDirectory() as folder:
-                site = Site(
-                    configured(options),
-                    slots_of(options.rollouts, faulty=faulty),
-                    Path(folder),
-                    seed=number,
-                    shortest=options.shortest,
-                )
-                found = asyncio.run(site.run(warmup=options.warmup, seconds=options.seconds))
-            rates[faulty].append(found.healthy / options.seconds)
-            everything.classes += found.classes
-            everything.failed_healthy += found.failed_healthy
-            everything.blamed |= found.blamed
-            everything.workers_lost += found.workers_lost
-            print(
-                (
-                    f"round {number}, {'with' if faulty else 'without'} faults: "
-                    f"{rates[faulty][-1]:.2f} healthy rollouts a second"
-                ),
-                flush=True,
-            )
-    report(rates, everything)
+    for faulty, _ in turns((True, False), rounds=options.rounds):
+        found = played(options, faulty=faulty, seed=len(rates[faulty]))
+        rates[faulty].append(found.healthy / options.seconds)
+        everything.add(found)
+        kind = "with" if faulty else "without"
+        report.say(f"{kind} faults: {rates[faulty][-1]:.2f} healthy rollouts a second")
+    print_result(rates, everything, report)
+    report.close()
 
 
-def report(rates: dict[bool, list[float]], found: Round) -> None:
-    ratios = [
-        with_them / without if without else 0.0
-        for with_them, without in zip(rates[True], rates[False], strict=True)
-    ]
-    print(
-        f"healthy rollouts go on at {statistics.median(ratios):.3f} of their speed without the "
-        f"others ({min(ratios):.3f} to {max(ratios):.3f})"
+def print_result(rates: dict[bool, list[float]], found: Round, report: Report) -> None:
+    ratios: list[float] = []
+    for with_them, without in zip(rates[True], rates[False], strict=True):
+        ratios.append(with_them / without if without else 0.0)
+    ratio = statistics.median(ratios)
+    report.figure("rollouts beside faulty ones / without them", ratio)
+    report.say(
+        f"healthy rollouts go on at {ratio:.3f} of their speed without the others "
+        f"({min(ratios):.3f} to {max(ratios):.3f})"
     )
     for (fault, name), count in sorted(found.classes.items()):
-        print(
-            f"  {fault}: {count} {name}{'' if EXPECTED[fault] == name else '  (unexpected)'}, such "
-            f"as {found.blamed[name][:160]}"
-        )
-    print(
+        unexpected = "" if name.endswith(EXPECTED[fault]) else "  (unexpected)"
+        report.say(f"  {fault}: {count} {name}{unexpected}, such as {found.blamed[name][:160]}")
+    report.say(
         f"  healthy ones that failed: {len(found.failed_healthy)} "
         f"{found.failed_healthy[:1] or ''}; workers lost: {found.workers_lost}"
     )

@@ -4,6 +4,7 @@ Same model, batch and cores.
     python3 -m venv .venv-trl
     .venv-trl/bin/pip install -c locks/trl.txt -r benchmarks/requirements-trl.txt
     python benchmarks/training.py --trl-python .venv-trl/bin/python --json training.json
+    python benchmarks/training.py --parts early
 
 **step**: forward, backward and optimiser step on 64 written completions (8 groups of 8, prompts of
 32 tokens, 3.2 M parameters with a byte vocabulary, float32, DAPO's loss). trl's preparing of inputs
@@ -13,149 +14,57 @@ has 8 to 64, as answers do; the others the vocabularies of real models, with whi
 With `--model FOLDER` it is that model, and completions have 32 to 256 tokens; trl computes 8 rows
 at a time then, and accumulates their gradients.
 
-**reward**: see `training_reward.py`.
+**reward**: how long `midflight train` and trl take to the same mean reward, from the same model.
+Four races: `short` is the demo's task and model, with six tokens an answer; `larger` the same with
+3.2 M parameters; `vocabulary` with 32 000 rows of embeddings besides (trl takes a quarter of an
+hour); `long` begins with sentences and is to write one letter, up to 150 tokens of it. Tasks,
+groups, batch, learning rate, clips, sampling and seeds (one for each round) are the same for both
+sides. Ours is asynchronous, with one version of lead, and uses two cores by its processes; trl's
+loop generates with `transformers`, then trains, with the threads of `--trl-threads`. The clock
+begins when model and libraries are loaded (the first rollouts start) and stops when the mean reward
+over 20 steps reaches the target. Memory is the sum over processes, each at its peak, where pages
+that several of them map (libraries, mostly) count once.
 
 Both sides are processes of their own, in turn, each round anew: one thread each for the step. On
 busy cores compare CPU seconds.
+
+**early**: what it costs and saves to begin a step before its batch is whole, in CPU seconds of the
+trainer: the same step with nothing begun, and with micro-batches of it done while the last groups
+were still generated. *CPU* is of the whole step, in that of a step of which nothing was begun;
+*left* what is to do once the last group is there.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from harness.arguments import Arguments
+from harness.processes import BENCHMARKS, apart, environment, output_of, side
+from harness.report import Report
+from harness.rounds import median_of, middle_and_range, turns
+from harness.runs import train_command
+
+from midflight.config import load_config
+from midflight.config.sections import Config
+from midflight.text.byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-HERE = Path(__file__).parent
-os.environ.update(
-    OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", PYTHONWARNINGS="ignore"
-)
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
-sys.path.insert(0, str(HERE))
-
-import numpy as np  # noqa: E402
-from smoke import options_of  # noqa: E402
-from training_both import apart  # noqa: E402
-
-from midflight.text.byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer  # noqa: E402
+    from midflight.types import PackedBatch
 
 UNMEASURED = 2
 """Steps of a process before those that count: allocations, caches, the optimiser's first state."""
-
-
-@dataclass(frozen=True)
-class Side:
-    """Medians over rounds of the medians over steps; `memory` is the largest peak during steps, in
-    MiB above the loaded trainer.
-    """
-
-    tokens: int
-    wall: float
-    cpu: float
-    memory: float
-    peak: float
-
-    @property
-    def rate(self) -> float:
-        """Completion tokens per second of wall time."""
-        return self.tokens / self.wall
-
-
-def main() -> None:
-    options = _options()
-    found: dict[str, Any] = {}
-    if "step" in options.parts:
-        shapes = (
-            [replace(PRETRAINED, model=options.model, num_groups=options.groups)]
-            if options.model
-            else [shape for shape in SHAPES if shape.name in options.shapes]
-        )
-        found["step"] = [_step(options, shape) for shape in shapes]
-        print(_step_table(found["step"]), flush=True)
-    if "reward" in options.parts:
-        from training_reward import compare, table
-
-        found["reward"] = {name: compare(options, name) for name in options.races}
-        for name, rounds in found["reward"].items():
-            print(table(name, rounds))
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--trl-python", type=Path, default=Path(".venv-trl/bin/python"), help="interpreter with trl"
-    )
-    parser.add_argument(
-        "--parts", nargs="+", choices=("step", "reward"), default=("step", "reward")
-    )
-    names = [shape.name for shape in SHAPES]
-    parser.add_argument(
-        "--sides", nargs="+", choices=("midflight", "trl"), default=("midflight", "trl")
-    )
-    parser.add_argument("--shapes", nargs="+", default=names[:-1], choices=names)
-    parser.add_argument(
-        "--model",
-        type=Path,
-        help=(
-            "a folder of your own for part `step`: completions of 32 to 256 tokens, in place of "
-            "the shapes"
-        ),
-    )
-    parser.add_argument("--groups", type=int, default=8, help="of 8 completions each, with --model")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of part `step`")
-    parser.add_argument(
-        "--set",
-        nargs="+",
-        default=[],
-        metavar="OPTION",
-        help="of our side in part `step`, such as trainer.compile=true",
-    )
-    parser.add_argument(
-        "--races",
-        nargs="+",
-        default=("short", "larger", "vocabulary", "long"),
-        choices=("short", "larger", "vocabulary", "long", "smoke"),
-        help="of part `reward`",
-    )
-    parser.add_argument(
-        "--reward-rounds", type=int, default=1, help="rounds of part `reward`, some minutes each"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=5, help="measured steps of each round, part `step`"
-    )
-    parser.add_argument(
-        "--unmeasured", type=int, default=UNMEASURED, help="steps before those, part `step`"
-    )
-    parser.add_argument(
-        "--trl-threads",
-        type=int,
-        default=1,
-        help="of trl in part `reward`; more made it slower on busy cores",
-    )
-    parser.add_argument("--folder", type=Path, default=Path("runs/training"))
-    parser.add_argument("--json", type=Path, default=None)
-    return options_of(
-        parser,
-        sides=["midflight"],
-        shapes=["smoke"],
-        races=["smoke"],
-        rounds=1,
-        steps=1,
-        folder=Path("runs/smoke/training"),
-    )
+SIDES = ("midflight", "trl")
+Found = dict[str, Any]
+"""What a process wrote."""
 
 
 # --- What both sides train on ---------------------------------------------------------------------
@@ -179,7 +88,7 @@ class Shape:
     at_once: int | None = None
     """Rows of a forward of trl's, where all would not fit into memory; else all."""
     model: Path | None = None
-    """Instead of a made one."""
+    """The folder of a model that is there, instead of a made one."""
 
 
 SHAPES = (
@@ -190,63 +99,50 @@ SHAPES = (
     Shape("smoke", spread=True, num_groups=2, group_size=2),
 )
 PRETRAINED = Shape("pretrained", spread=True, longest=256, shortest=32, at_once=8)
-"""Of `--model`. With 49,152 tokens trl's logits of all rows would take 4 GB, and so would each of
-their copies.
+"""The shape for `--model`. With 49,152 tokens trl's logits of all rows would take 4 GB, and so
+would each of their copies.
 """
 
 
 def write(shape: Shape, folder: Path) -> None:
-    """The model (a given one, or one of 3.2 M parameters with a byte vocabulary; float32) and the
-    batch of a shape.
-    """
-    from midflight.models.creation import make_model
+    """The model (a given one, or one of 3.2 M parameters; float32) and the batch of a shape."""
+    from harness.models import small_model
+
     from midflight.models.load import load_model, save_model
 
     if shape.model is None:
         write_byte_tokenizer(folder)
-        model = make_model(
-            vocab_size=shape.vocab_size,
-            hidden_size=256,
-            intermediate_size=768,
-            num_layers=4,
-            num_heads=4,
-            num_kv_heads=2,
-            max_context=256,
-            seed=0,
-            dtype="float32",
-        )
+        model = small_model(vocab_size=shape.vocab_size)
         save_model(model, folder)
+        known = 256
     else:
         model = load_model(shape.model, dtype="float32")
-        _linked(shape.model, folder)
-    known = 256 if shape.model is None else int(model.config.vocab_size)
+        _link(shape.model, folder)
+        known = int(model.config.vocab_size)
     draw = np.random.default_rng(0)
     size = shape.num_groups * shape.group_size
-    lengths = (
-        draw.integers(shape.shortest, shape.longest + 1, size)
-        if shape.spread
-        else np.full(size, shape.longest)
-    )
-    lengths[0] = shape.longest
+    lengths = np.full(size, shape.longest)
+    if shape.spread:
+        lengths[1:] = draw.integers(shape.shortest, shape.longest + 1, size)[1:]
     prompts = draw.integers(0, known, (shape.num_groups, shape.prompt))
     completions = draw.integers(0, known, int(lengths.sum()))
     # In the thousands, so that the small constants which the two sides add to a group's deviation
     # don't show.
     rewards = draw.normal(0, 1000, size).astype(np.float32)
-    logprobs = _logprobs(model, np.repeat(prompts, shape.group_size, axis=0), completions, lengths)
+    repeated = np.repeat(prompts, shape.group_size, axis=0)
     np.savez(
         folder / "batch.npz",
         prompts=prompts,
         completions=completions,
         lengths=lengths,
         rewards=rewards,
-        logprobs=logprobs,
+        logprobs=_logprobs(model, repeated, completions, lengths),
     )
     (folder / "shape.json").write_text(json.dumps(asdict(shape), default=str))
 
 
-def _linked(model: Path, folder: Path) -> None:
-    """The files of a model's folder, in `folder` too."""
+def _link(model: Path, folder: Path) -> None:
+    """Makes the files of a model's folder appear in `folder` too."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in model.absolute().iterdir():
         (folder / path.name).unlink(missing_ok=True)
@@ -256,131 +152,416 @@ def _linked(model: Path, folder: Path) -> None:
 def _logprobs(
     model: PreTrainedModel, prompts: np.ndarray, completions: np.ndarray, lengths: np.ndarray
 ) -> np.ndarray:
+    """Returns those of the completions' tokens, one after the other."""
     import torch
 
-    found = []
+    found: list[torch.Tensor] = []
+    answers = np.split(completions, np.cumsum(lengths)[:-1])
     with torch.inference_mode():
-        for prompt, answer in zip(
-            prompts, np.split(completions, np.cumsum(lengths)[:-1]), strict=True
-        ):
-            logits = model(input_ids=torch.tensor([[*prompt, *answer]])).logits[
-                0, len(prompt) - 1 : -1
-            ]
-            found.append(logits.log_softmax(-1)[torch.arange(len(answer)), torch.tensor(answer)])
+        for prompt, answer in zip(prompts, answers, strict=True):
+            logits = model(input_ids=torch.tensor([[*prompt, *answer]])).logits[0]
+            scores = logits[len(prompt) - 1 : -1].log_softmax(-1)
+            found.append(scores[torch.arange(len(answer)), torch.tensor(answer)])
         return torch.cat(found).numpy()
 
 
 # --- The step -------------------------------------------------------------------------------------
 
 
-def _step(options: argparse.Namespace, shape: Shape) -> dict[str, Any]:
+@dataclass(frozen=True)
+class StepCost:
+    """Medians over rounds of the medians over steps; `memory` is the largest peak during steps, in
+    MiB above the loaded trainer.
+    """
+
+    tokens: int
+    wall: float
+    cpu: float
+    memory: float
+
+    @property
+    def rate(self) -> float:
+        """Completion tokens per second of wall time."""
+        return self.tokens / self.wall
+
+
+def step(options: argparse.Namespace, report: Report) -> None:
+    shapes = [shape for shape in SHAPES if shape.name in options.shapes]
+    if options.model:
+        shapes = [replace(PRETRAINED, model=options.model, num_groups=options.groups)]
+    found: dict[str, dict[str, StepCost]] = {}
+    for shape in shapes:
+        found[shape.name] = step_costs(options, shape, report)
+    table = report.table(
+        "step",
+        "side",
+        "tokens",
+        "s (CPU)",
+        "tokens/s",
+        "memory",
+        "trl's / this: s (CPU)",
+        "this / trl's: memory",
+    )
+    kept: dict[str, Any] = {}
+    report.keep("step", kept)
+    for name, sides in found.items():
+        for who, cost in sides.items():
+            times = ""
+            memory = ""
+            if who == "midflight" and "trl" in sides:
+                theirs = sides["trl"]
+                times = f"**{theirs.wall / cost.wall:.2f}** ({theirs.cpu / cost.cpu:.2f})"
+                memory = f"{cost.memory / theirs.memory:.0%}"
+                report.figure(f"a step, {name}: trl's time / ours", theirs.wall / cost.wall)
+            shown = f"{cost.wall:.2f} ({cost.cpu:.2f})"
+            size = f"{cost.memory:,.0f} MiB"
+            kept[f"{name}, {who}"] = asdict(cost)
+            table.row(name, who, cost.tokens, shown, f"{cost.rate:,.0f}", size, times, memory)
+
+
+def step_costs(options: argparse.Namespace, shape: Shape, report: Report) -> dict[str, StepCost]:
+    """Measures each side. Prints the share of matrix products in ours, and how far the gradients
+    differ.
+    """
     folder = options.folder / shape.name
+    folder.mkdir(parents=True, exist_ok=True)
     apart(write, shape, folder)
-    every = {
-        "midflight": [sys.executable, HERE / "training_ours.py"],
-        "trl": [options.trl_python, HERE / "training_trl.py", "step"],
-    }
-    commands = {name: every[name] for name in options.sides}
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
-    for _ in range(options.rounds):
-        for name, command in commands.items():
-            more = options.set if name == "midflight" else []
-            found = _measured(
-                [
-                    *command,
-                    folder,
-                    folder / f"{name}.json",
-                    options.unmeasured + options.steps,
-                    *more,
-                ],
-                folder / f"{name}.json",
-            )
-            runs[name].append(found)
-    sides = {name: _side(found, unmeasured=options.unmeasured) for name, found in runs.items()}
+    steps = options.unmeasured + options.steps
+    commands: dict[str, list[str]] = {}
+    for who in options.sides:
+        out = folder / f"{who}.json"
+        if who == "trl":
+            python = options.trl_python.absolute()
+            commands[who] = side("trl_trainer", "step", folder, out, steps, python=python)
+        else:
+            commands[who] = side("trainer_steps", folder, out, steps, *options.set)
+    runs: dict[str, list[Found]] = {who: [] for who in commands}
+    for who, _ in turns(commands, rounds=options.rounds):
+        (folder / f"{who}.npz").unlink(missing_ok=True)
+        output_of(commands[who], environ=environment(PYTHONWARNINGS="ignore"))
+        runs[who].append(json.loads((folder / f"{who}.json").read_text()))
+    costs = {who: step_cost(found, options.unmeasured) for who, found in runs.items()}
     if "midflight" in runs:
-        cpu = sides["midflight"].cpu
-        linear, inside = (
-            statistics.median(
-                statistics.median(run[kind][options.unmeasured :]) for run in runs["midflight"]
-            )
-            for kind in ("floor", "attention")
-        )
-        words = (
-            f"matrix products alone {linear:.3f} s of CPU, {linear / cpu:.0%} of our step's "
-            f"{cpu:.3f}"
-        )
-        print(
-            f"{shape.name}: {words}; with those inside attention {(linear + inside) / cpu:.0%}",
-            flush=True,
-        )
-    found: dict[str, Any] = {
-        "shape": shape.name,
-        **{name: vars(side) | {"rate": side.rate} for name, side in sides.items()},
-    }
-    if len(sides) == 2:
-        found["gradients_differ"] = _difference(*(folder / f"{name}.npz" for name in commands))
-        print(
-            f"{shape.name}: gradients differ by {found['gradients_differ']:.1e} of their norm",
-            flush=True,
-        )
-    return found
+        say_products(shape.name, runs["midflight"], costs["midflight"], options, report)
+    if len(costs) == len(SIDES):
+        differ = gradient_difference(folder / "midflight.npz", folder / "trl.npz")
+        report.say(f"{shape.name}: gradients differ by {differ:.1e} of their norm")
+    return costs
 
 
-def _measured(command: Sequence[object], result: Path) -> dict[str, Any]:
-    result.with_suffix(".npz").unlink(missing_ok=True)
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(
-            f"{command[0]} {command[1]} ended with {done.returncode}:\n{done.stderr[-3000:]}"
-        )
-    return json.loads(result.read_text())
-
-
-def _side(runs: Sequence[dict[str, Any]], *, unmeasured: int) -> Side:
-    return Side(
-        tokens=runs[0]["tokens"],
-        wall=statistics.median(statistics.median(run["wall"][unmeasured:]) for run in runs),
-        cpu=statistics.median(statistics.median(run["cpu"][unmeasured:]) for run in runs),
+def step_cost(runs: Sequence[Found], unmeasured: int) -> StepCost:
+    return StepCost(
+        tokens=int(runs[0]["tokens"]),
+        wall=median_of(runs, lambda run: statistics.median(run["wall"][unmeasured:])),
+        cpu=median_of(runs, lambda run: statistics.median(run["cpu"][unmeasured:])),
         memory=max(run["peak_mib"] - run["loaded_mib"] for run in runs),
-        peak=max(run["peak_mib"] for run in runs),
     )
 
 
-def _difference(ours: Path, theirs: Path) -> float:
+def say_products(
+    name: str, runs: Sequence[Found], cost: StepCost, options: argparse.Namespace, report: Report
+) -> None:
+    """The share of our step that its matrix products take."""
+    counted = slice(options.unmeasured, None)
+    linear = median_of(runs, lambda run: statistics.median(run["floor"][counted]))
+    inside = median_of(runs, lambda run: statistics.median(run["attention"][counted]))
+    share = linear / cost.cpu
+    report.say(
+        f"{name}: matrix products alone {linear:.3f} s of CPU, {share:.0%} of our step's "
+        f"{cost.cpu:.3f}; with those inside attention {(linear + inside) / cost.cpu:.0%}"
+    )
+    report.figure(f"a step, {name}: its matrix products, in percent", 100 * share)
+
+
+def gradient_difference(ours: Path, theirs: Path) -> float:
     """Norm of the difference of two gradients over the norm of one."""
-    a = np.load(ours)
-    b = np.load(theirs)
-    if set(a) != set(b):
-        raise SystemExit(f"the sides train different parameters: {sorted(set(a) ^ set(b))}")
-    squares = [
-        (np.sum((a[k] - b[k]) ** 2, dtype=np.float64), np.sum(b[k] ** 2, dtype=np.float64))
-        for k in a
-    ]
-    return float(np.sqrt(np.sum(squares, axis=0)[0] / np.sum(squares, axis=0)[1]))
+    own = np.load(ours)
+    other = np.load(theirs)
+    if set(own) != set(other):
+        named = sorted(set(own) ^ set(other))
+        raise SystemExit(f"the sides train different parameters: {named}")
+    difference = 0.0
+    norm = 0.0
+    for name in own:
+        difference += float(np.sum((own[name] - other[name]) ** 2, dtype=np.float64))
+        norm += float(np.sum(other[name] ** 2, dtype=np.float64))
+    return float(np.sqrt(difference / norm))
 
 
-def _step_table(found: Sequence[dict[str, Any]]) -> str:
-    lines = [
-        (
-            "| step | side | tokens | s (CPU) | tokens/s | memory | trl's / this: s (CPU) | this / "
-            "trl's: memory |"
+# --- To the same reward ---------------------------------------------------------------------------
+
+WINDOW = 20
+"""Steps, as in `run.stop_at_reward`."""
+
+
+@dataclass(frozen=True)
+class Race:
+    """A task, the supervised warm start that makes the model of both sides, and the mean reward to
+    reach from there.
+    """
+
+    warm_start: tuple[str, ...] = ("target_accuracy=0.42", "evaluate_every=5")
+    config: Path = BENCHMARKS / "sides" / "race.toml"
+    hidden_size: int = 128
+    """The width of four layers; the feed-forward parts are three times as wide."""
+    vocab_size: int = VOCAB_SIZE
+    """Beyond the tokenizer's 262 tokens lie rows that are never right, as in models with a padded
+    vocabulary.
+    """
+    target: float = 0.6
+    steps: int = 400
+    """The largest number of steps."""
+    more: tuple[str, ...] = ()
+    """Other settings."""
+
+
+RACES: Mapping[str, Race] = {
+    "short": Race(),
+    "larger": Race(hidden_size=256),
+    "vocabulary": Race(hidden_size=256, vocab_size=32_000),
+    # It learns what sentences look like; the reward asks for something else.
+    "long": Race(
+        ("target_accuracy=0.99", "max_steps=40", "evaluate_every=50"),
+        BENCHMARKS / "sides" / "race_long.toml",
+    ),
+    "smoke": Race(
+        ("target_accuracy=0.99", "max_steps=2", "evaluate_every=50"),
+        hidden_size=32,
+        steps=2,
+        more=(
+            "environment.sources.0.heldout=4",
+            "rollout.groups_per_step=2",
+            "rollout.group_size=2",
         ),
-        "|---" * 8 + "|",
+    ),
+}
+
+
+def reward(options: argparse.Namespace, report: Report) -> None:
+    kept: dict[str, Any] = {}
+    for name in options.races:
+        rounds = run_race(options, name)
+        print_race(name, rounds, report)
+        kept[name] = rounds
+    report.keep("reward", kept)
+
+
+def run_race(options: argparse.Namespace, name: str) -> list[dict[str, Found]]:
+    """Both sides in turn, `options.reward_rounds` times: what every side found in each round."""
+    race = RACES[name]
+    folder = (options.folder / name).absolute()
+    model = race_model(folder, race)
+    plan = folder / "plan"
+    rounds: list[dict[str, Found]] = []
+    for seed in range(options.reward_rounds):
+        write_plan(name, race_config(race, folder / "ours", model, seed=seed), plan, model)
+        found: dict[str, Found] = {}
+        for who in options.sides:
+            out = folder / f"{who}.json"
+            command = side("race", plan, out)
+            # Ours sets the threads of its processes by its configuration: one each.
+            threads = 1
+            if who == "trl":
+                python = options.trl_python.absolute()
+                command = side("trl_trainer", "reward", plan, out, python=python)
+                threads = options.trl_threads
+            output_of(command, environ=environment(threads=threads, PYTHONWARNINGS="ignore"))
+            found[who] = json.loads(out.read_text())
+        rounds.append(found)
+    return rounds
+
+
+def print_race(name: str, rounds: list[dict[str, Found]], report: Report) -> None:
+    table = report.table(
+        f"{name}: to a mean reward of {RACES[name].target}",
+        "seconds (spread)",
+        "steps",
+        "s/step",
+        "CPU s/step",
+        "memory",
+    )
+    for who in rounds[0]:
+        runs = [found[who] for found in rounds]
+        table.row(
+            who,
+            middle_and_range([run["seconds"] for run in runs], digits=1),
+            f"{median_of(runs, lambda run: run['steps']):g}",
+            f"{median_of(runs, lambda run: run['seconds'] / run['steps']):.2f}",
+            f"{median_of(runs, lambda run: run['cpu'] / run['steps']):.2f}",
+            f"{max(run['peak_mib'] for run in runs):,.0f} MiB",
+        )
+    words: list[str] = []
+    if len(rounds[0]) == len(SIDES):
+        ratio = median_of(rounds, lambda f: f["trl"]["seconds"] / f["midflight"]["seconds"])
+        words.append(f"{ratio:.1f} times as fast")
+        report.figure(f"to the same reward, {name}: trl's time / ours", ratio)
+    for found in rounds:
+        if not all(run["reached"] for run in found.values()):
+            words.append("NOT ALL RUNS REACHED IT")
+            break
+    report.say("\n" + "; ".join(words))
+
+
+def race_config(race: Race, folder: Path, model: Path, *, seed: int) -> Config:
+    settings = [
+        f"run.folder={folder}",
+        f"run.seed={seed}",
+        f"run.stop_at_reward={race.target}",
+        f"run.steps={race.steps}",
+        f"model.path={model}",
+        *race.more,
     ]
-    for row in found:
-        for name, side in ((name, row[name]) for name in ("midflight", "trl") if name in row):
-            ratios = _ratios(row["trl"], side) if "trl" in row and name != "trl" else " | "
-            lines.append(
-                f"| {row['shape']} | {name} | {side['tokens']} | {side['wall']:.2f} "
-                f"({side['cpu']:.2f}) | {side['rate']:,.0f} | {side['memory']:,.0f} MiB | {ratios} "
-                "|"
-            )
-    return "\n" + "\n".join(lines) + "\n"
+    return load_config(race.config, settings)
 
 
-def _ratios(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
-    times = f"**{theirs['wall'] / ours['wall']:.2f}** ({theirs['cpu'] / ours['cpu']:.2f})"
-    return f"{times} | {ours['memory'] / theirs['memory']:.0%}"
+def race_model(folder: Path, race: Race) -> Path:
+    """Made once: random weights, then the warm start."""
+    start = folder / "first" / "start"
+    if not (start / "config.json").exists():
+        apart(write_random, race, folder / "random")
+        settings = [f"warm_start.{option}" for option in race.warm_start]
+        settings += [f"model.path={folder / 'random'}", "run.steps=1", *race.more]
+        command = train_command(race.config, settings, folder=folder / "first")
+        output_of([*command, "--overwrite"])
+    return start
+
+
+def write_random(race: Race, folder: Path) -> None:
+    from harness.models import small_model
+
+    from midflight.models.load import save_model
+
+    write_byte_tokenizer(folder)
+    save_model(small_model(race.hidden_size, vocab_size=race.vocab_size, context=384), folder)
+
+
+def write_plan(race: str, config: Config, plan: Path, model: Path) -> None:
+    """Writes tasks and numbers for the side that has no Midflight."""
+    from midflight.environments.sources import load_sources
+
+    tasks = load_sources(config.environment.sources, seed=config.run.seed)[0].training
+    pairs = [[task.data["question"], task.data["answer"]] for task in tasks]
+    numbers = {
+        "model": str(model),
+        "groups": config.rollout.groups_per_step,
+        "group_size": config.rollout.group_size,
+        "max_tokens": config.environment.max_tokens,
+        "learning_rate": config.trainer.learning_rate,
+        "warmup_steps": config.trainer.warmup_steps,
+        "race": race,
+        "seed": config.run.seed,
+        "steps": config.run.steps,
+        "target": config.run.stop_at_reward,
+        "window": WINDOW,
+    }
+    plan.mkdir(parents=True, exist_ok=True)
+    (plan / "config.json").write_text(config.model_dump_json())
+    (plan / "tasks.json").write_text(json.dumps(pairs))
+    (plan / "numbers.json").write_text(json.dumps(numbers))
+
+
+# --- A step that begins early ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EarlyStep:
+    """CPU seconds of a whole step, and of what was left when the last group came."""
+
+    cpu: float
+    left: float
+
+
+def early(options: argparse.Namespace, report: Report) -> None:
+    """It holds torch in this process, so it is the last part."""
+    import torch
+    from harness.models import GROUP, PROMPT, policy_trainer, small_model
+
+    torch.set_num_threads(1)
+    hidden = 64 if options.smoke else 256
+    model = small_model(hidden, context=PROMPT + options.early_answer)
+    trainer = policy_trainer(model)
+    quarter = options.early_groups // 4
+    parts = (0, quarter, 3 * quarter)
+    found: dict[int, list[EarlyStep]] = {begun: [] for begun in parts}
+    for begun, counts in turns(parts, rounds=options.rounds, warmup=1):
+        taken = early_step(trainer, begun, quarter, answer=options.early_answer)
+        if counts:
+            found[begun].append(taken)
+    plain = median_of(found[0], lambda taken: taken.cpu)
+    report.say(
+        f"\n{options.early_groups} groups of {GROUP} answers of {options.early_answer} tokens: "
+        f"{plain:.2f} s of CPU with nothing begun"
+    )
+    table = report.table("begun", "CPU", "left")
+    for begun in parts[1:]:
+        cpu = median_of(found[begun], lambda taken: taken.cpu) / plain
+        left = median_of(found[begun], lambda taken: taken.left) / plain
+        table.row(f"{begun} groups", f"{cpu:.2f}", f"{left:.2f}")
+
+
+def early_step(trainer: Any, begun: int, quarter: int, *, answer: int) -> EarlyStep:
+    """One step of four quarters of groups, of which `begun` groups come before the rest."""
+    import time
+
+    from harness.models import made_groups
+
+    version = trainer.version
+    whole = made_groups(version, number=4 * quarter, answer=answer)
+    pieces: list[PackedBatch] = []
+    for first in range(0, begun, quarter):
+        piece = made_groups(version, number=quarter, answer=answer, first=first)
+        pieces.append(replace(piece, lease=0))
+    began = time.process_time()
+    for piece in pieces:
+        trainer.begin(piece)
+    last = time.process_time()
+    stepped = trainer.step(whole)
+    ended = time.process_time()
+    assert bool(stepped.metrics["step/early_share"]) == bool(begun), "what was begun is in it"
+    return EarlyStep(ended - began, ended - last)
+
+
+PARTS = {"step": step, "reward": reward, "early": early}
+
+
+def main() -> None:
+    names = [shape.name for shape in SHAPES]
+    arguments = Arguments(__doc__, rounds=3)
+    arguments.option("--trl-python", Path(".venv-trl/bin/python"), help="interpreter with trl")
+    arguments.option("--parts", ["step", "reward"], smoke=[*PARTS], choices=[*PARTS])
+    arguments.option("--sides", [*SIDES], smoke=["midflight"], choices=SIDES)
+    arguments.option("--shapes", names[:-1], smoke=["smoke"], choices=names)
+    arguments.option(
+        "--model",
+        None,
+        type=Path,
+        help="a folder for part `step`: completions of 32 to 256 tokens, in place of the shapes",
+    )
+    arguments.option("--groups", 8, help="of 8 completions each, with --model")
+    arguments.option(
+        "--set",
+        [],
+        metavar="OPTION",
+        help="of our side in part `step`, such as trainer.compile=true",
+    )
+    arguments.option(
+        "--races", [*RACES][:-1], smoke=["smoke"], choices=[*RACES], help="of part `reward`"
+    )
+    arguments.option("--reward-rounds", 1, help="rounds of part `reward`, some minutes each")
+    arguments.option("--steps", 5, smoke=1, help="measured steps of each round, part `step`")
+    arguments.option("--unmeasured", UNMEASURED, help="steps before those, part `step`")
+    arguments.option(
+        "--trl-threads", 1, help="of trl in part `reward`; more made it slower on busy cores"
+    )
+    arguments.option("--early-groups", 16, smoke=4, help="of a step of part `early`")
+    arguments.option("--early-answer", 128, smoke=8, help="tokens of an answer of part `early`")
+    arguments.option("--folder", Path("runs/training"), smoke=Path("runs/smoke/training"))
+    options = arguments.parse()
+    report = Report(options)
+    for name, part in PARTS.items():
+        if name in options.parts:
+            part(options, report)
+    report.close()
 
 
 if __name__ == "__main__":

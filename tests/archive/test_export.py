@@ -116,4 +116,4 @@ def test_a_folder_that_is_no_run_is_refused(command: str, tmp_path: Path, capsys
 
 def test_the_ledger_says_that_it_balances(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ledger", str(folder)]) == 0
-    assert "balanced: each of" in capsys.readouterr().out
+    assert "it balances: each of" in capsys.readouterr().out

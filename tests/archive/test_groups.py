@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from midflight.archive.groups import GroupFilter, GroupOrder, page_of
+from midflight.archive.ledger import ledger_of
 from midflight.archive.search import WordIndex, forget_deleted
 from midflight.archive.stored import rollout_key
 from midflight.errors import NoRun, RunGone, StoreCorrupt, StoreNewer
@@ -70,7 +71,9 @@ def test_a_page_is_a_part_and_says_how_many_there_are_in_all(folder: Path) -> No
     assert page.total == 4
     assert page.sources == ("letters", "sums")
     assert page.failures == {"ZeroDivisionError": 1}
-    assert page.fates == {"dropped": 1, "zero_spread": 1, "leased": 1, "trained": 1, "waiting": 1}
+    assert page.fates == {"dropped": 1, "zero_spread": 1, "trained": 2, "waiting": 1}
+    groups = ledger_of(folder).groups()
+    assert all(groups[fate] == page.fates[fate] for fate in ("trained", "waiting")), "as the ledger counts them, which leads there"
 
 
 @pytest.mark.parametrize(
@@ -82,6 +85,7 @@ def test_a_page_is_a_part_and_says_how_many_there_are_in_all(folder: Path) -> No
         (GroupFilter(version=2), [1]),
         (GroupFilter(versions=(1, 2)), [1, 0]),
         (GroupFilter(fate="dropped"), [2]),
+        (GroupFilter(fate="trained"), [1, 0]),
         (GroupFilter(fate="zero_spread"), [2]),
         (GroupFilter(failure="ZeroDivisionError"), [3]),
         (GroupFilter(failure="ZeroDivisionError", source="sums"), []),

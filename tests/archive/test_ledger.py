@@ -64,4 +64,4 @@ def test_every_reason_has_a_meaning_and_the_table_a_line_for_each_place(tmp_path
     assert set(MEANINGS) == set(Reason)
     recorded(tmp_path)
     cells = list(ledger_table(ledger_of(tmp_path)).columns[0].cells)
-    assert cells[:6] == ["generated", "  waiting", "  trained", "  dropped: no_reward", "  dropped: stale", "in flight"]
+    assert cells[:6] == ["received", "waiting", "trained", "dropped: no_reward", "dropped: stale", "in flight"]

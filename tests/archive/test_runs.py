@@ -38,7 +38,7 @@ def lock(folder: Path, *, pid: int, started: str) -> None:
 def test_a_run_is_described_by_its_journal_and_its_configuration(tmp_path: Path) -> None:
     folder = made_run(tmp_path / "a", score_line(0, 0.25), step_line(1, 0.5), step_line(2, None, seconds=3.0), score_line(2, 0.75))
     found = open_run(folder).describe()
-    assert (found.name, found.step, found.steps, found.reward, found.heldout, found.seconds) == ("sums", 2, 4, 0.5, 0.75, 6.0)
+    assert (found.name, found.steps, found.reward, found.heldout, found.summary.seconds) == ("sums", "2 of 4", 0.5, 0.75, 6.0)
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,9 @@ def test_a_folder_that_is_no_run_is_refused_with_the_runs_below_it(tmp_path: Pat
 
 def test_a_run_that_is_deleted_while_it_is_looked_at_says_so(tmp_path: Path) -> None:
     run = open_run(made_run(tmp_path / "a", step_line(1, 0.5)))
-    assert run.describe().step == 1
+    assert run.describe().summary.steps == 1
     (run.folder / "metrics.jsonl").unlink()  # half of the way
-    assert run.describe().step == 0
+    assert run.describe().summary.steps == 0
     shutil.rmtree(run.folder)
     for look in (run.describe, run.config):
         with pytest.raises(RunGone, match="was deleted or moved"):
@@ -106,7 +106,9 @@ def test_the_commands_list_and_compare_runs(tmp_path: Path, capsys: pytest.Captu
     made_run(tmp_path / "runs" / "b", step_line(1, 0.5), options="steps = 5")
     assert main(["runs"]) == 0
     first = capsys.readouterr().out.splitlines()[3]
-    assert first.split()[:5] == ["runs/a", "stopped", "1/4", "0.125", "0.250"]
+    assert first.split()[:7] == ["runs/a", "stopped", "1", "of", "4", "0.125", "0.250"]
     assert main(["compare", "runs/a", "runs/b"]) == 0
-    assert "run.steps" in capsys.readouterr().out and (tmp_path / "compare.png").stat().st_size > 1000
+    out = capsys.readouterr().out
+    assert "run.steps" in out and ["steps", "1", "of", "4", "1", "of", "5"] in [line.split() for line in out.splitlines()]
+    assert (tmp_path / "compare.png").stat().st_size > 1000
     assert main(["compare", "runs/a"]) == 2 and "give the folders of two runs" in capsys.readouterr().err

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from midflight.archive import times
-from midflight.archive.times import Times, before_newest, part_from
-from midflight.observe.timeline import RolloutTimed, RunStarted, StepTimed, Timed
+from midflight.archive.times import Times, before_newest, handover_seconds, part_from
+from midflight.observe.timeline import CommitTimed, RolloutTimed, RunStarted, StepTimed, Timed
 
 
 def line(at: int) -> Timed:
@@ -69,3 +69,8 @@ def test_what_the_newest_part_has_needs_no_other_and_a_short_timeline_is_whole(f
     (folder / "timeline.jsonl").write_bytes(msgspec.json.encode(line(1)) + b"\n")
     assert before_newest(folder) is None and part_from(folder, 0.0) is None
     assert before_newest(tmp_path / "nothing") is None and part_from(tmp_path / "nothing", 0.0) is None
+
+
+def test_a_handover_is_as_long_as_that_of_its_slowest_engine_whichever_was_the_last() -> None:
+    commits = [CommitTimed("a", 3, 1.0, 0.5, 0.25), CommitTimed("b", 3, 1.5, 0.125, 0.5), CommitTimed("a", 4, 2.0, 0.25, 0.125)]
+    assert handover_seconds(commits) == {3: (0.5, 0.5), 4: (0.25, 0.125)}

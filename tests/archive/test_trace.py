@@ -15,12 +15,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from midflight.archive.phases import phases_of
 from midflight.archive.trace import ENGINES, EVALUATIONS, ROLLOUTS, TITLES, TRAINER, trace_of, write_trace
 from midflight.cli import main
 from midflight.errors import ConfigError, NoRun
 from midflight.observe.lines import AlarmLine, Line, StepLine
-from midflight.observe.status import Bound, Totals
+from midflight.observe.status import Totals
 from midflight.observe.timeline import (
     BatchTimed,
     CommitTimed,
@@ -174,37 +173,3 @@ def test_perfetto_reads_it(tmp_path: Path) -> None:
         names = {row.name for row in processor.query("select name from slice")}
         assert {"queued", "prefill", "segment v3", "paused", "tool", "reward", "trained v5", "step 5"} <= names
         assert {row.name for row in processor.query("select name from process")} <= set(TITLES.values())
-
-
-def test_the_training_is_judged_by_who_was_idle(tmp_path: Path) -> None:
-    """Over 10 s the engine is busy for 9, the trainer for 4 steps of 1 s."""
-    turn = TurnTimes(0.0, 9.0, (("engine0", 0.0),), ((0, 0.5),), 9)
-    steps = [StepTimed(number, number, 2.5 * number - 1.0, 2.5 * number, 10) for number in (1, 2, 3, 4)]
-    lines = [RolloutTimed((0, 0, 0, 0), "sums", 0.0, 9.0, 1.0, 9, (turn,)), *steps, WaitTimed("trainer", "generation", 0.0, 1.5)]
-    before, training = phases_of(written(tmp_path, lines), seconds=14.0)
-    assert (before.name, before.seconds) == ("start, warm start and end", 4.0)
-    assert (training.name, training.seconds, training.steps) == ("training", 10.0, 4)
-    assert (training.engine_busy, training.trainer_busy) == (pytest.approx(0.9), pytest.approx(0.4))
-    assert training.bound is Bound.GENERATION and "the trainer is idle 60%" in training.advice and "engine.count" in training.advice
-    assert training.verdict == "generation-bound: engines busy 90%, trainer busy 40%" and training.waits == {"trainer for generation": 1.5}
-
-
-@pytest.mark.parametrize(
-    ("answers", "step_seconds", "slots_used", "bound"),
-    [
-        (4, 1.0, 1.0, Bound.GENERATION),  # 4 answers grow from 0 to 10 s in 4 slots; the steps take 4 of 10 s
-        (1, 2.5, 0.25, Bound.TRAINER),  # one does, and three more queue; the steps take all the time
-        (4, 2.4, 1.0, Bound.BALANCED),
-    ],
-)
-def test_a_request_that_queues_uses_no_slot(tmp_path: Path, answers: int, step_seconds: float, slots_used: float, bound: Bound) -> None:
-    """Four requests are placed at 0, `answers` of them answered from then on until 10 s; the others get their one token at the end."""
-    turns = [TurnTimes(0.0, 10.0, (("engine0", 0.0),), ((0, 0.0 if number < answers else 10.0),), 9) for number in range(4)]
-    rollouts = [RolloutTimed((0, 0, 0, number), "sums", 0.0, 10.0, 1.0, 9, (turn,)) for number, turn in enumerate(turns)]
-    steps = [StepTimed(number, number, 2.5 * number - step_seconds, 2.5 * number, 10) for number in (1, 2, 3, 4)]
-    folder = written(tmp_path, [*rollouts, *steps])
-    (folder / "config.toml").write_text("[engine]\nmax_running = 4\n")
-    training = phases_of(folder)[-1]
-    assert (training.engine_busy, training.slots_used) == (1.0, pytest.approx(slots_used))
-    assert training.trainer_busy == pytest.approx(0.4 * step_seconds) and training.bound is bound
-    assert f"engines busy 100% ({slots_used:.0%} of their slots)" in training.verdict

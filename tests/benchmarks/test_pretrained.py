@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,11 @@ pytestmark = pytest.mark.timeout(300)
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from pretrained_report import Outcome, Recipe, report, shortfalls, write_docs  # noqa: E402
+from harness.run_tables import Outcome, Recipe, shortfalls, table_of  # noqa: E402
+from learning import difference  # noqa: E402
 
 from midflight.observe.history import read_journal  # noqa: E402
+from pretrained import columns_of, write_docs  # noqa: E402
 
 SUMS = ("--smoke", "--only", "sums")
 
@@ -69,7 +72,7 @@ def test_a_run_that_was_interrupted_goes_on_from_its_last_checkpoint(tmp_path: P
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--only", "products"), "there is no 'products' in the table of tasks; there are sums, calculator."),
+        (("--only", "products"), "there is no 'products' in the table; there are sums, calculator."),
         (("--model", "nowhere"), "nowhere: midflight fetch-model smollm2-135m"),
         (("--set", "run.stepz=3"), "run.stepz"),
     ],
@@ -92,14 +95,16 @@ def outcome(seed: int, before: float, after: float, *, promised: float | None = 
 
 
 def test_the_table_has_the_mean_of_the_seeds_and_its_standard_error() -> None:
-    row = report([outcome(0, 0.1, 0.4), outcome(1, 0.1, 0.6)]).splitlines()[-1]
+    found = [outcome(0, 0.1, 0.4), outcome(1, 0.1, 0.6)]
+    row = table_of(found, columns_of(found)).splitlines()[-1]
     # The mean of 0.4 and 0.6 is 0.5; their standard deviation 0.1414, over the root of 2: 0.1.
     assert row.startswith("| sums | 2 | 0.100 ± 0.000 | **0.500 ± 0.100** | 0.400 ± 0.100 | 1.5 ± 0.0 | 2.0 ± 0.0 |")
     assert "| 20 of 200 |" in row
 
 
 def test_a_score_before_the_warm_start_has_a_column_of_its_own() -> None:
-    head, _, row = report([outcome(0, 0.3, 0.6, untrained=0.05)]).splitlines()
+    found = [outcome(0, 0.3, 0.6, untrained=0.05)]
+    head, _, row = table_of(found, columns_of(found)).splitlines()
     assert head.startswith("| run | seeds | before the warm start | held out before |") and row.startswith("| sums | 1 | 0.050 | 0.300 |")
 
 
@@ -122,3 +127,11 @@ def test_the_page_gets_table_and_picture_between_its_comments(tmp_path: Path) ->
     assert (tmp_path / "images/pretrained-tasks.svg").read_text().count("<svg") == 1
     with pytest.raises(SystemExit, match="ages: begin"):
         write_docs("ages", [outcome(0, 0.1, 0.6)], tmp_path)
+
+
+def test_a_difference_of_scores_is_held_against_the_noise_of_both() -> None:
+    # One seed each: the noise is that of 64 tasks, the root of 0.5 * 0.5 / 64 for both: 0.0625, together 0.0884.
+    its, others = outcome(0, 0.1, 0.5), outcome(0, 0.1, 0.5)
+    its, others = replace(its, after=0.5, training_seconds=43.0), replace(others, after=0.5, training_seconds=50.0)
+    assert difference([its], [others]) == "+0.000 held out, +0.0 times the noise of 0.088: **within noise**, in **0.86** of the wall time."
+    assert "**NOT within noise**" in difference([replace(its, after=0.9)], [others])

@@ -40,7 +40,6 @@ def limits(
     buffer_groups: int | None = None,
     buffer_bytes: int = 2**40,
     min_group_size: int = 1,
-    requeues: int = 1,
     drop_zero_spread: bool = False,
 ) -> Limits:
     return Limits(
@@ -52,7 +51,6 @@ def limits(
         buffer_groups=buffer_groups or (s + 1) * b,
         buffer_bytes=buffer_bytes,
         min_group_size=min_group_size,
-        requeues=requeues,
         drop_zero_spread=drop_zero_spread,
     )
 

@@ -92,7 +92,7 @@ def test_finished_rollouts_that_fill_the_memory_allowed_stop_admission_until_a_s
     bench.keep(group(key(3), (0,) * 9))  # of a group that still runs
     wait = bench.books.admission()
     assert isinstance(wait, Wait) and wait.for_whom == "trainer"
-    assert wait.detail == f"finished rollouts hold {4 * each} bytes, buffer_bytes is {4 * each}"
+    assert wait.detail == f"finished rollouts hold {4 * each} bytes of {4 * each} that they may"
     batch = bench.batch(0)
     assert bench.books.admission() == wait, "what is leased is still in memory"
     bench.done(batch.lease)
@@ -166,7 +166,7 @@ def test_mask_keeps_over_age_tokens_as_context_and_drops_rows_without_a_trainabl
 
 
 def test_requeue_puts_the_task_in_front_as_its_next_attempt_and_drops_it_after_the_last() -> None:
-    bench = Keeper(limits(1, 0, StalePolicy.REQUEUE, requeues=1), start_version=5)
+    bench = Keeper(limits(1, 0, StalePolicy.REQUEUE), start_version=5)
     bench.put(group(bench.admit_all()[0], (4,)))
     bench.take(5)
     assert bench.closed == [GroupClosed(key(0), Reason.REQUEUED, 1, successor=key(0, attempt=1))]

@@ -10,7 +10,7 @@ from tests.config.folders import SIZES, folder_of_model
 
 from midflight.config import context, derived, load_config
 from midflight.config.derived import computing_threads, core_note, model_sizes, placement
-from midflight.config.disk import shared_bytes
+from midflight.config.disk import disk_bytes, first_disk_bytes, published_bytes, spilled_bytes, staged_bytes
 from midflight.config.knobs import Knob, admission_limit, knobs
 from midflight.config.loss_text import effective_loss
 from midflight.config.memory import LOGITS_AT_ONCE, activation_bytes, batch_tokens, longest_row, memory_estimate, total_bytes
@@ -140,15 +140,31 @@ def test_memory_counts_a_server_that_is_started_and_of_one_that_runs_already_onl
 
 
 def test_shared_memory_is_asked_for_where_versions_pass_it() -> None:
-    def shared(*overrides: str) -> int:
+    def shared(*overrides: str) -> tuple[int, int]:
         made = load_config(None, ["engine.count=2", "model.dtype=float32", *overrides])
-        return shared_bytes(made, model_sizes(made.model)) // model_sizes(made.model).weight_bytes("float32")
+        sizes = model_sizes(made.model)
+        weights = sizes.weight_bytes("float32")
+        return published_bytes(made, sizes) // weights, staged_bytes(made, sizes) // weights
 
-    assert shared() == 3, "three versions"
-    assert shared("engine.kind=vllm") == 3 + 2 * 2, "and two folders for each server"
-    assert shared("engine.kind=vllm", "weights.transport=collective") == 2 * 2
-    assert shared("engine.kind=vllm", "weights.transport=direct") == 0
-    assert shared("engine.kind=vllm", "weights.transport=direct", "lora.rank=8", "lora.merged=true") == 2 * 2
+    assert shared() == (3, 0), "three versions"
+    assert shared("weights.delta=true") == (4, 0)
+    assert shared("engine.kind=vllm") == (3, 2 * 2), "and two folders for each server"
+    assert shared("engine.kind=vllm", "weights.transport=pull") == (0, 2 * 2)
+    assert shared("engine.kind=vllm", "weights.transport=direct") == (0, 0)
+    assert shared("engine.kind=vllm", "weights.transport=direct", "lora.rank=8", "lora.merged=true") == (0, 2 * 2)
+
+
+def test_versions_for_which_shared_memory_has_no_room_beside_what_servers_load_are_counted_on_the_disk() -> None:
+    made = load_config(None, ["engine.kind=vllm", "model.dtype=float32"])
+    sizes = model_sizes(made.model)
+    weights = sizes.weight_bytes("float32")
+    assert spilled_bytes(made, sizes, shared_free=5 * weights) == 0, "three versions, and two folders of one server"
+    assert spilled_bytes(made, sizes, shared_free=5 * weights - 1) == 3 * weights
+    pulled = load_config(None, ["engine.kind=vllm", "model.dtype=float32", "weights.transport=pull"])
+    assert spilled_bytes(pulled, sizes, shared_free=0) == 0
+    there, small = (first_disk_bytes(made, sizes, trains=True, shared_free=free) for free in (5 * weights, 0))
+    assert small - there == 3 * weights
+    assert disk_bytes(made, sizes) == disk_bytes(pulled, sizes)
 
 
 def test_memory_of_activations_grows_with_ranks_and_not_with_a_vocabulary_beyond_what_is_made_at_a_time() -> None:
@@ -246,7 +262,6 @@ def test_memory_counts_adapters_where_they_alone_are_trained_and_handed_over() -
 
 def test_memory_counts_what_differences_and_a_served_precision_take() -> None:
     assert copies_of_weights("shared memory", "weights.delta=true") == 4
-    assert copies_of_weights("shared memory", "weights.delta=true", "weights.transport=file") == 0
     assert copies_of_weights("engines", "weights.delta=true", "engine.count=2") == 2 * 3
     assert copies_of_weights("trainer") == 4
     assert copies_of_weights("trainer", "weights.delta=true") == 5

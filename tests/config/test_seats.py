@@ -31,29 +31,25 @@ variables = ["HF_HOME"]
     )
     here, there = load_config(tmp_path / "run.toml"), load_config(tmp_path / "run.toml", [RAY])
     assert (here.engine.count, here.weights.transport) == (2, "shared_memory")
-    assert (there.engine.count, there.weights.transport, engines_min(there)) == (6, "collective", 3)
+    assert (there.engine.count, there.weights.transport, engines_min(there)) == (6, "pull", 3)
     assert seat_resources(there)["engine"] == {"GPU": 4.0, "CPU": 8.0}
     assert there.cluster.lost_seconds == 30.0 and there.cluster.token_file == Path("token")
 
 
 def test_a_transport_that_is_asked_for_stays() -> None:
-    assert load_config(None, [RAY, "weights.transport=file"]).weights.transport == "file"
+    assert load_config(None, [RAY, "weights.transport=shared_memory"]).weights.transport == "shared_memory"
 
 
-@pytest.mark.parametrize("from_ranks", [False, True])
 @pytest.mark.parametrize("swaps", [False, True])
 @pytest.mark.parametrize("num_bytes", [0, LARGE_BYTES - 1, LARGE_BYTES])
 @pytest.mark.parametrize("num_engines", [1, MANY_ENGINES - 1, MANY_ENGINES])
-def test_weights_go_by_size_and_place(num_engines: int, num_bytes: int, swaps: bool, from_ranks: bool) -> None:
+def test_weights_go_by_size_and_place(num_engines: int, num_bytes: int, swaps: bool) -> None:
     def way(*, over_machines: bool) -> str:
-        return way_of_weights(
-            num_bytes=num_bytes, num_engines=num_engines, swaps=swaps, over_machines=over_machines, from_ranks=from_ranks
-        )[0]
+        return way_of_weights(num_bytes=num_bytes, num_engines=num_engines, swaps=swaps, over_machines=over_machines)[0]
 
     straight = swaps and num_bytes == LARGE_BYTES
     assert way(over_machines=False) == ("direct" if straight else "shared_memory")
-    few = "direct" if straight else "pull" if from_ranks else "collective"
-    assert way(over_machines=True) == ("pull" if num_engines == MANY_ENGINES else few)
+    assert way(over_machines=True) == ("direct" if straight and num_engines < MANY_ENGINES else "pull")
 
 
 def test_a_run_finds_the_way_of_its_weights_by_itself() -> None:
@@ -67,7 +63,7 @@ def test_a_run_finds_the_way_of_its_weights_by_itself() -> None:
     assert (way(), way("engine.kind=sglang"), way("engine.kind=vllm")) == ("shared_memory", "direct", "direct")
     assert way("engine.kind=vllm", "engine.dtype=bfloat16") == "shared_memory"
     assert way("engine.kind=vllm", "lora.rank=8") == "shared_memory"
-    assert (way(RAY, "trainer.ranks=2"), way(RAY, "engine.count=8")) == ("pull", "pull")
+    assert {way(RAY), way(RAY, "trainer.ranks=2"), way(RAY, "engine.count=8"), way(RAY, "engine.kind=vllm", "lora.rank=8")} == {"pull"}
     assert way("engine.kind=vllm", "weights.transport=auto") == "direct"
 
 

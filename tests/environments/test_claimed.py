@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from midflight.environments.claimed import OUTSIDE, Board, Claimed, Offer, claims
-from midflight.environments.crew import HERE, Whereabouts
 from midflight.environments.registry import load_environment
+from midflight.environments.worker_pool import HERE, RolloutPlacement
 from midflight.errors import RewardFixed, SessionClosed, UnknownSession
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Task, Unclaimed
@@ -66,9 +66,9 @@ def test_what_waits_to_be_claimed_is_known_with_its_ages() -> None:
         await first
         await asyncio.sleep(3)
         assert board.unclaimed() == Unclaimed(number=1, seconds=25.0, idle_seconds=3.0, claimed_seconds=23.0)
-        assert board.whereabouts("mf-2") == Whereabouts(OUTSIDE, waits=True)
+        assert board.placement("mf-2") == RolloutPlacement(OUTSIDE, waits=True)
         board.claim(1)
-        assert board.unclaimed() is None and board.whereabouts("mf-2") == HERE
+        assert board.unclaimed() is None and board.placement("mf-2") == HERE
         second.cancel()
         await asyncio.gather(second, return_exceptions=True)
 

@@ -24,7 +24,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_delay_of_a_rollout_is_seeded_log_normal_and_bounded():
-    from delayed_environment import Delays
+    from sides.delayed_environment import Delays
 
     delays = Delays(median=0.5, sigma=1.0)
     drawn = [delays.of(task(number), occurrence) for number in range(500) for occurrence in range(4)]
@@ -34,7 +34,7 @@ def test_the_delay_of_a_rollout_is_seeded_log_normal_and_bounded():
 
 
 def test_a_task_overrules_the_delay_and_the_reward_is_that_of_the_plain_environment():
-    from delayed_environment import DelayedAnswer
+    from sides.delayed_environment import DelayedAnswer
 
     environment = DelayedAnswer()
     delayed = task(1, question="q", answer="olleh", delay_median_seconds=100.0, delay_sigma=0.0)
@@ -47,7 +47,7 @@ def test_a_task_overrules_the_delay_and_the_reward_is_that_of_the_plain_environm
 
 
 def test_the_delayed_environment_loads_by_its_entry():
-    assert load_environment("delayed_environment:answer")
+    assert load_environment("sides.delayed_environment:answer")
 
 
 @pytest.mark.parametrize(

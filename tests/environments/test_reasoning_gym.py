@@ -8,7 +8,7 @@ import time
 import pytest
 import reasoning_gym
 
-from midflight.config.sections import SourceSection
+from midflight.config.sources import SourceSection
 from midflight.environments.reasoning_gym import draw_tasks
 from midflight.environments.sources import load_sources
 from midflight.errors import ConfigError

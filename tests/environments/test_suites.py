@@ -9,11 +9,11 @@ import pytest
 from tests.facts import Facts
 
 from midflight.config import load_config
-from midflight.config.sections import SuiteSection
+from midflight.config.evaluation import SuiteSection
 from midflight.environments.evaluation import Evaluator, Suite, best_at, evaluation_key, pass_at
 from midflight.errors import ConfigError
 from midflight.observe.lines import EvaluationLine
-from midflight.observe.named import named
+from midflight.observe.metrics import metrics_of
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import RolloutKey, Task, Trajectory
 from midflight.types.facts import Evaluated
@@ -84,7 +84,7 @@ def test_a_suite_of_one_source_asks_no_other() -> None:
 
 def test_what_a_suite_found_has_names_of_its_own_in_the_metrics() -> None:
     line = EvaluationLine(version=3, step=3, seconds=1.0, source="four/spell", num_tasks=8, mean_reward=0.5, at={"pass@4": 0.75})
-    assert named(line) == {
+    assert metrics_of(line) == {
         "eval/four/spell/reward": 0.5,
         "eval/four/spell/num_tasks": 8.0,
         "eval/four/spell/num_failed": 0.0,

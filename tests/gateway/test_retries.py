@@ -290,7 +290,7 @@ def test_more_requests_than_allowed_are_told_when_to_come_back() -> None:
             refused = await ask(it, "/v1/chat/completions", chat())
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
             assert refused.json()["error"] == {
-                "message": "2 requests are under way, the most allowed: try again in 1 s, or raise gateway.max_requests.",
+                "message": "2 requests are under way, the most allowed: try again in 1 s, or raise gateway.max_sessions.",
                 "type": "rate_limit_error",
                 "param": None,
                 "code": "overloaded",

@@ -109,7 +109,7 @@ class Joinable:
         drain_seconds: float = 5.0,
     ) -> Joinable:
         street, connections = Street(model_folder(folder / "model")), Connections(first)
-        terms = JoinTerms(street.model, {}, transport, folder / "weights", drain_seconds, STALL_SECONDS)
+        terms = JoinTerms(street.model, {}, transport, drain_seconds, STALL_SECONDS)
         known = {engine.name: (engine, at(f"http://first/{engine.name}")) for engine in first}
         members = Members(serving, connections, known, terms=terms, ask=street.ask, connect=street.connect, record=record)
         return cls(members, connections, street)

@@ -10,9 +10,9 @@ from midflight.config.sources import SourceSection
 from midflight.environments.claimed import Claimed, claims
 from midflight.environments.tasks import posted_tasks
 from midflight.gateway.sessions.session import CompletionCall, Messages
-from midflight.run.heart import Beat, Doing
+from midflight.observe.activity import ProcessWork
+from midflight.run.heartbeat import Beat, Doing
 from midflight.run.launcher.watchdog import Watchdog
-from midflight.run.places.vitals import Vitals
 from midflight.run.rollout.standing import RolloutStanding
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Result
@@ -132,8 +132,8 @@ def test_a_run_whose_workers_are_all_gone_is_not_ended_and_its_report_says_what_
         async with site.opened() as ring:
             loop = asyncio.get_running_loop()
             standing = RolloutStanding(ring.serving, clock=loop.time)
-            standing.watch(ring.agents, ring.system.queue, whereabouts=environment.board.whereabouts, board=environment.board)
-            dog = Watchdog(stall_seconds=10, vitals=lambda pid: Vitals("S", 0), clock=loop.time)
+            standing.watch(ring.agents, ring.system.queue, placement=environment.board.placement, board=environment.board)
+            dog = Watchdog(stall_seconds=10, work=lambda pid: ProcessWork(0, 0, "S"), clock=loop.time)
             told: list[tuple[str, str]] = []
 
             async def launcher() -> None:

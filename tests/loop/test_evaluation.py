@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from midflight.config.sections import EvaluationSection, SuiteSection, WeightsSection
+from midflight.config.evaluation import EvaluationSection, SuiteSection
+from midflight.config.sections import WeightsSection
 from midflight.errors import EngineUnavailable
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Kind, SessionRecord, Task, Version

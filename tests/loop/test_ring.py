@@ -13,9 +13,10 @@ import pytest
 from midflight.config.sections import WeightsSection
 from midflight.environments.rollout import GRACE_SECONDS
 from midflight.errors import EngineError, EngineUnavailable, RunFailed, first_error
+from midflight.observe.activity import ProcessWork
 from midflight.observe.alarms import Alarms
-from midflight.run.heart import Beat
-from midflight.run.launcher.watchdog import LOOK_SECONDS, Vitals, Watchdog
+from midflight.run.heartbeat import Beat
+from midflight.run.launcher.watchdog import LOOK_SECONDS, Watchdog
 from midflight.run.rollout.standing import RolloutStanding
 from midflight.testing.ring import SimulatedTrainer
 from midflight.testing.virtual_time import run_virtual
@@ -114,7 +115,7 @@ def test_i9_an_engine_out_of_memory_is_started_again_when_it_stays_in_quarantine
 
         async def launcher() -> None:
             nonlocal restarts
-            dog = Watchdog(stall_seconds=10, vitals=lambda pid: Vitals("S", 0), clock=loop.time)
+            dog = Watchdog(stall_seconds=10, work=lambda pid: ProcessWork(0, 0, "S"), clock=loop.time)
             standing = RolloutStanding(site.ring.serving, clock=loop.time)
             dog.begin("rollout", 0)
             dog.begin("e0", 1)

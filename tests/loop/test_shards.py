@@ -22,7 +22,7 @@ from midflight.config.shards import shard_of
 from midflight.errors import UnknownLease
 from midflight.run.api.service import WentOn
 from midflight.run.parts import PartLost
-from midflight.run.rollout.served import ServedWord, ShardRole
+from midflight.run.rollout.version_followers import FleetVersions, ShardRole
 from midflight.run.trainer.shards import ShardedRollouts
 from midflight.run.trainer.training import TrainingLoop
 from midflight.testing.ring import SimulatedTrainer, SlowSteps, SmallRing, open_ring
@@ -101,13 +101,13 @@ class Process:
     def kill(self) -> None:
         self._death.set()
 
-    async def _ask(self, serial: str) -> ServedWord:
+    async def _ask(self, serial: str) -> FleetVersions:
         """Of the first, which may be away; news take their time."""
         await asyncio.sleep(self._delay.uniform(0, 0.5))
         assert self.first is not None
         if not self.first._up.is_set():
             raise PartLost("the first gateway is away")
-        found = await self.first._while_up(lambda ring: ring.serving.news.after(serial))  # type: ignore[union-attr]
+        found = await self.first._while_up(lambda ring: ring.serving.version_feed.after(serial))  # type: ignore[union-attr]
         if found is None:
             raise PartLost("the first gateway went away")
         return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -150,7 +151,7 @@ def test_i2_without_staleness_three_steps_of_the_ring_are_those_of_the_synchrono
     model = load_model(folder, dtype="float64")
     trainer = Watched(trainer_of(CONFIG, model))
     seen = Facts()
-    with publisher("file", name="twin", folder=tmp_path / "weights") as weights:
+    with publisher("shared_memory", name=f"midflight-twin-{os.getpid()}", folder=tmp_path / "weights") as weights:
         outbox = ModelWeights(
             put_together(lambda: named_tensors(model), weights, dtype="float64"), PublishedVersions(tmp_path / "published")
         )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from midflight.observe.activity import ActivityProbe, ProcessActivity, ProcessWork, work_of
+from midflight.observe.activity import ActivityProbe, ProcessActivity, ProcessWork, own_work, work_of
 
 STALL = 120
 
@@ -25,7 +26,7 @@ class Process:
         """Seconds since it moved, at the end of a second in which it did this."""
         self.now += 1.0
         if self.work is not None:
-            self.work = ProcessWork(self.work.cpu_seconds + cpu, self.work.num_bytes + num_bytes, runnable)
+            self.work = ProcessWork(self.work.cpu_seconds + cpu, self.work.num_bytes + num_bytes, "R" if runnable else "S")
         return self.motion.look(said)
 
 
@@ -96,7 +97,13 @@ def test_the_work_of_a_process_counts_what_is_below_it_and_what_of_that_has_ende
     assert work is not None and work.cpu_seconds >= 0.3 and work.num_bytes > 1000
 
 
+def test_the_state_and_the_work_of_one_process_are_its_own() -> None:
+    work = own_work(os.getpid())
+    assert work is not None and work.state in "RSD" and work.cpu_seconds > 0
+
+
 def test_a_process_that_is_gone_has_done_nothing(tmp_path: Path) -> None:
+    assert own_work(7, proc=tmp_path) is None
     assert work_of(7, proc=tmp_path) == ProcessWork(0.0, 0)
     assert work_of(7, proc=tmp_path / "none") is None
 

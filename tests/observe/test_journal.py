@@ -17,8 +17,9 @@ from midflight.observe.journal import Journal
 from midflight.observe.lines import AlarmLine, EvaluationLine, ResumeLine, StepLine
 from midflight.observe.observers import Observers
 from midflight.observe.run_state import RunState
+from midflight.observe.status import Phase
 from midflight.types import Batch, Group, GroupKey, Kind, Reason, RolloutKey, Row, Trajectory
-from midflight.types.facts import Alarmed, Evaluated, GroupClosed, Leased, Waited
+from midflight.types.facts import Alarmed, Evaluated, GroupClosed, Leased, RequestFailed, Waited
 
 
 def opened(path: Path, **options: Any) -> tuple[Observers, RunState, Journal]:
@@ -58,6 +59,35 @@ def test_a_step_is_one_complete_line_at_once(tmp_path: Path) -> None:
     assert (line["failures"], line["generated_length"], line["truncated_share"]) == ({"KeyError": 1}, 5.0, 0.0)
     assert (line["pause_seconds"], line["stage_seconds"], line["trainer"]) == (0.003, 0.1, {"loss": 0.125})
     assert line["totals"]["rollouts"] == 4 and line["totals"]["max_token_staleness"] == 2
+
+
+def test_the_last_line_has_the_figures_that_the_run_had_at_its_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    clock = Clock()
+    state = RunState(name="", steps=10, slots=16, clock=clock)
+    run = Observers([state.apply, Journal(path, state).apply])
+    run.apply(Evaluated(version=0, source="spell_backward", num_tasks=16, mean_reward=0.5))
+    state.begin_phase(Phase.TRAINING)
+    for version in (1, 2, 3):
+        began = clock.now
+        batch(run, version - 1, {0: 30, version: 10})
+        rollout(run, 1.0, num_versions=2)
+        rollout(run, None, error="KeyError: 'answer'")
+        run.apply(Waited(who="trainer", for_whom="engines", seconds=0.5))
+        run.apply(RequestFailed(session_id="s", status=500, error="x"))
+        decode(run, began, began + 1.5, num_tokens=12)
+        commit(run, version - 1)
+        clock.now += 2.0
+        step(run, version, started=clock.now - 1.0, ended=clock.now, num_tokens=40)
+    expected, found = state.status(), read_journal(path).status()
+    for name in (
+        *("step", "version", "seconds", "training_seconds", "totals", "waits", "failures"),
+        *("engine_busy", "trainer_busy", "overlap_share", "slots_used", "bound", "advice"),
+    ):
+        assert getattr(found, name) == getattr(expected, name), name
+    assert (found.engine_busy, found.trainer_busy, found.overlap_share, found.slots_used) == (0.75, 0.5, 0.25, 0.375)
+    assert read_journal(path).steps[-1].eta_seconds == expected.eta_seconds == 14.0
+    assert (found.sources[0].heldout_before, found.sources[0].num_heldout) == (0.5, 16)
 
 
 def test_what_is_not_known_is_absent_and_never_zero(tmp_path: Path) -> None:
@@ -136,7 +166,7 @@ def test_an_alarm_is_a_line_and_survives_a_resume(tmp_path: Path) -> None:
     _, state, _ = opened(path, resume_at=1)
     assert [(line["kind"], line["version"]) for line in lines(path)] == [("evaluation", 0), ("step", 1), ("alarm", 1), ("resume", 1)]
     assert (lines(path)[-2]["name"], lines(path)[-2]["text"], lines(path)[-2]["step"]) == ("failures", "8 of the last 15", 1)
-    assert state.status().sources[0].is_incomplete
+    assert state.status().sources[0].incomplete
 
 
 def test_the_length_trained_is_that_of_the_lines_own_batch(tmp_path: Path) -> None:

@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
+import re
+from itertools import dropwhile, takewhile
 from pathlib import Path
 
 import pytest
 from tests.observe.test_observers import tell_everything
 
 from midflight.integrations.trl.metrics import SAME
-from midflight.observe import meanings
 from midflight.observe.lines import EvaluationLine, StepLine
-from midflight.observe.meanings import MEANINGS, meaning_of
-from midflight.observe.named import named
+from midflight.observe.metrics import metrics_of
 from midflight.observe.prometheus import Metrics
-from midflight.observe.reference import reference, written
 from midflight.observe.status import TRAINER_KEYS, LearningStatus, Totals
 from midflight.types import Accounts
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
-def test_the_page_in_docs_is_current_and_its_written_part_short() -> None:
-    page = PAGE.read_text()
-    assert page == written(page) + reference(), "run: python -m midflight.observe.reference docs/metrics.md"
-    assert len(written(page).splitlines()) <= 60
+def table(heading: str) -> list[list[str]]:
+    """The rows of the first table below a heading of the page."""
+    below = PAGE.read_text().partition(f"\n{heading}\n")[2]
+    lines = list(takewhile(bool, dropwhile(lambda line: not line.startswith("|"), below.splitlines())))
+    assert lines, heading
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
+
+
+MEANINGS = {names.strip("`"): formula for names, formula, *_ in table("## Names for dashboards")}
+
+
+def meaning_of(name: str) -> str | None:
+    """The name in the table that is meant: the same, or the first with placeholders that fits. A name's last placeholder may stand for blanks and
+    slashes, earlier ones may not."""
+    for known in sorted(MEANINGS, key=lambda known: "<" in known):
+        first, *others = [re.escape(part) for part in re.split(r"<\w+>", known)]
+        pattern = "[^/]+".join([first, *others[:-1]]) + ".+" + others[-1] if others else first
+        if re.fullmatch(pattern, name):
+            return known
+    return None
 
 
 def test_every_name_that_a_line_may_lead_to_has_a_meaning() -> None:
@@ -37,7 +52,7 @@ def test_every_name_that_a_line_may_lead_to_has_a_meaning() -> None:
         **dict.fromkeys(measured, 1),  # type: ignore[arg-type]
     )  # fmt: skip
     score = EvaluationLine(version=1, step=1, seconds=1.0, source="a/b", num_tasks=3, mean_reward=0.5)
-    names = [*named(line), *named(score)]
+    names = [*metrics_of(line), *metrics_of(score)]
     assert len(names) > 40 and [name for name in names if meaning_of(name) is None] == []
     assert [name for name in SAME if meaning_of(name) is None] == [], "and trl's names are of ours"
 
@@ -56,13 +71,12 @@ def test_every_name_that_a_line_may_lead_to_has_a_meaning() -> None:
     ],
 )
 def test_a_name_is_found_by_itself_before_its_family(name: str, known: str) -> None:
-    found = meaning_of(name)
-    assert found is not None and found.name == known
+    assert meaning_of(name) == known
     assert meaning_of("elsewhere/x") is None
 
 
 def test_names_stand_once_and_say_what_they_are_in() -> None:
-    assert len({meaning.name for meaning in MEANINGS}) == len(MEANINGS) and all(meaning.formula for meaning in MEANINGS)
+    assert len(table("## Names for dashboards")) == len(MEANINGS) > 80 and all(MEANINGS.values())
 
 
 def test_every_metric_for_prometheus_is_in_the_table_with_its_labels() -> None:
@@ -72,7 +86,7 @@ def test_every_metric_for_prometheus_is_in_the_table_with_its_labels() -> None:
     metrics.accounts = lambda: Accounts(1, 1, 1, 0, 2, {"stale": 2})
     metrics.requests, metrics.memory = lambda: {"engine0": 3}, lambda: {("trainer", "7"): 2**20}
     told = {}
-    for names, labels, _ in meanings.METRICS:
+    for names, labels, _ in table("## `/metrics`"):
         told.update(dict.fromkeys(names.replace("`", "").split(", "), labels))
     for family in metrics.registry.collect():
         used = {label for sample in family.samples for label in sample.labels} - {"le"}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from tests.observe.facts import decode, rollout
+from tests.observe.facts import Clock, batch, commit, decode, rollout, step
 from tests.observe.test_observers import tell_everything
 
+from midflight.observe.observers import Observers
 from midflight.observe.prometheus import Metrics
-from midflight.observe.status import LearningStatus
-from midflight.types import Accounts, GroupKey, Reason
-from midflight.types.facts import GroupClosed, Resumed, TaskDrawn
+from midflight.observe.run_state import RunState
+from midflight.observe.status import LearningStatus, Phase
+from midflight.types import Accounts, GroupKey, Kind, Reason, RolloutKey
+from midflight.types.facts import Evaluated, GroupClosed, RequestFailed, Resumed, TaskDrawn, Waited
 
 
 def test_every_fact_reaches_the_text() -> None:
@@ -40,6 +42,44 @@ def test_every_fact_reaches_the_text() -> None:
         "midflight_turn_output_tokens_sum 4.0",
     ):
         assert line in text, line
+
+
+def test_what_is_exported_are_the_figures_of_the_status() -> None:
+    """Both observe the same facts, those of an evaluation among them."""
+    state, metrics = RunState(clock=Clock()), Metrics()
+    state.begin_phase(Phase.TRAINING)
+    run = Observers([state.apply, metrics.apply])
+    for reward in (1.0, 0.25, None):
+        rollout(run, reward, error="KeyError: 'x'")
+    for reward in (1.0, None):
+        rollout(run, reward, error="ToolError: y", key=RolloutKey(GroupKey(0, 1), 0, Kind.EVALUATION))
+    run.apply(RequestFailed(session_id="s", status=503, error="x"))
+    run.apply(Waited(who="trainer", for_whom="engines", seconds=1.5))
+    decode(run, 1000.0, 1001.0, num_tokens=12)
+    batch(run, 0, {0: 5, 3: 2})
+    step(run, 1, num_tokens=7)
+    commit(run, 1)
+    run.apply(Evaluated(version=1, source="a", num_tasks=9, mean_reward=0.75, num_failed=1))
+    found: dict[str, float] = {}
+    for family in metrics.registry.collect():
+        for sample in family.samples:
+            if not sample.name.endswith("_created"):
+                found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    status = state.status()
+    totals = status.totals
+    assert found["midflight_rollouts_total"] == totals.rollouts == 3
+    assert (
+        metrics.registry.get_sample_value("midflight_rollouts_total", {"source": "spell_backward", "scored": "no"})
+        == totals.failed_rollouts
+    )
+    assert found["midflight_reward_sum"] == status.sources[0].reward * 2  # type: ignore[operator]
+    assert found["midflight_failed_rollouts_total"] == sum(status.failures.values()) == 2
+    assert found["midflight_failed_requests_total"] == totals.failed_requests == 1
+    assert found["midflight_engine_tokens_total"] == totals.generated_tokens == 12
+    assert found["midflight_trained_tokens_total"] == found["midflight_trained_tokens_by_age_total"] == totals.trained_tokens == 7
+    assert found["midflight_waited_seconds_total"] == sum(wait.seconds for wait in status.waits) == 1.5
+    assert found["midflight_version"] == found["midflight_engine_version"] == status.version == 1
+    assert (found["midflight_heldout_reward"], found["midflight_heldout_failed"]) == (status.sources[1].heldout_newest, 1)
 
 
 def test_what_there_is_to_learn_from_is_told_once_it_is_known() -> None:

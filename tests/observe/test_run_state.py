@@ -16,12 +16,11 @@ from midflight.observe.readable import heldout
 from midflight.observe.rolling import Mean, Rate
 from midflight.observe.run_state import RunState
 from midflight.observe.status import Bound, Phase, Status, Totals, WarmStartStatus
-from midflight.types import Accounts, GroupKey, Kind, Reason, RolloutKey
+from midflight.types import Accounts, GroupKey, Kind, RolloutKey
 from midflight.types.facts import (
     Checkpointed,
     EngineStepped,
     Evaluated,
-    GroupClosed,
     Quarantined,
     Rejoined,
     RequestFailed,
@@ -177,10 +176,10 @@ def test_speed_is_of_the_recent_past_and_falls_to_zero(state: RunState, clock: C
 
 def test_heldout_scores_are_the_first_and_the_last(state: RunState) -> None:
     state.apply(Evaluated(version=0, source="a", num_tasks=256, mean_reward=0.5))
-    assert (state.status().sources[0].heldout_before, state.status().sources[0].heldout_last) == (0.5, None)
+    assert (state.status().sources[0].heldout_before, state.status().sources[0].heldout_after) == (0.5, None)
     state.apply(Evaluated(version=5, source="a", num_tasks=256, mean_reward=0.7))
     state.apply(Evaluated(version=9, source="a", num_tasks=256, mean_reward=0.9))
-    assert (state.status().sources[0].heldout_before, state.status().sources[0].heldout_last) == (0.5, 0.9)
+    assert (state.status().sources[0].heldout_before, state.status().sources[0].heldout_after) == (0.5, 0.9)
 
 
 def test_heldout_tasks_without_a_score_are_counted_also_where_there_is_no_score_at_all(state: RunState) -> None:
@@ -209,10 +208,10 @@ def test_the_readings_that_matter_are_those_of_the_last_step(state: RunState) ->
 
 
 def test_engines_in_quarantine_and_dropped_groups_are_shown(state: RunState) -> None:
+    state.accounts = lambda: Accounts(dropped={"stale": 1})
     state.apply(Quarantined(engine="engine0", error="x"))
     state.apply(Quarantined(engine="engine1", error="x"))
     state.apply(Rejoined(engine="engine0", version=3))
-    state.apply(GroupClosed(key=GroupKey(0, 0), reason=Reason.STALE, num_tokens=3))
     state.apply(RequestFailed(session_id="s", status=500, error="x"))
     status = state.status()
     assert (status.quarantined, status.dropped, status.totals.failed_requests) == (("engine1",), {"stale": 1}, 1)
@@ -296,7 +295,7 @@ def test_a_resumed_run_counts_what_the_store_has_of_the_whole_run(state: RunStat
     totals, status = state.totals, state.status()
     # 60 tokens of rollouts that ended and 5 of turns that are given again: more than the journal's last line knew of.
     assert (totals.generated_tokens, totals.trained_tokens, totals.rollouts, totals.failed_rollouts) == (65, 30, 8, 1)
-    assert totals.failed_requests == 4 and status.dropped == {"requeued": 10}
+    assert totals.failed_requests == 4
     assert [(source.name, source.num_rollouts) for source in status.sources] == [("a", 6), ("b", 2)]
 
 

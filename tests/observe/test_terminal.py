@@ -13,7 +13,7 @@ from tests.observe.facts import Clock
 from midflight.observe.run_state import RunState
 from midflight.observe.status import Bound, IdleTime, LearningStatus, MemberChanges, Phase, SourceStatus, Status, Totals, WarmStartStatus
 from midflight.observe.terminal import PLAIN_SECONDS, Terminal, panel, plain_line
-from midflight.types import Unclaimed, facts
+from midflight.types import Accounts, Unclaimed, facts
 from midflight.types.facts import Shown
 
 TRAINING = Status(
@@ -62,7 +62,7 @@ def test_training_shows_progress_reward_staleness_speed_waiting_and_eta() -> Non
         "mean 0.89, most 3",
         "generation 9,120 tok/s (128 running)   training 4,040 tok/s",
         "3,000 of 9,100 rollouts span versions",
-        "engine 97%, trainer 90%, both 88%   balanced",
+        "engines busy 97%, trainer busy 90%, both 88%   balanced",
         "trainer for engines 8%",
     ):
         assert words in text, words
@@ -90,7 +90,7 @@ def test_the_handful_of_readings_that_matter_is_shown_and_the_advice() -> None:
 
 def test_failures_by_class_and_marked_evaluations_are_shown() -> None:
     failures = {"ToolError": 30, "RolloutTimeout": 2, "A": 1, "B": 1, "C": 1}
-    source = SourceStatus("spell_backward", 0.75, 9000, 60, 0.5, 0.8, failed_last=4)
+    source = SourceStatus("spell_backward", 0.75, 9000, 60, 0.5, 0.8, failed_after=4, incomplete=True)
     text = drawn(replace(TRAINING, failures=failures, sources=(source,)))
     assert "0 of 9,100 rollouts failed: 30 ToolError, 2 RolloutTimeout, 1 A, 1 B, 1 more" in text
     assert "held out 0.500 → 0.800 (0 and 4 of 64 tasks failed: do not compare)" in text
@@ -98,7 +98,14 @@ def test_failures_by_class_and_marked_evaluations_are_shown() -> None:
 
 
 def test_trouble_is_shown_when_there_is_some() -> None:
-    text = drawn(replace(TRAINING, totals=Totals(failed_requests=2, generated_tokens=1), quarantined=("engine1",), dropped={"stale": 4}))
+    text = drawn(
+        replace(
+            TRAINING,
+            totals=Totals(failed_requests=2, generated_tokens=1),
+            quarantined=("engine1",),
+            accounts=Accounts(dropped={"stale": 4}),
+        )
+    )
     for words in ("2 requests failed", "in quarantine: engine1", "groups dropped: 4 stale"):
         assert words in text, words
 
@@ -159,7 +166,7 @@ EVERYTHING = replace(
     trainer={"mismatch/mean": 0.00123, "clip/low_share": 0.01, "rho/k3": 0.0004, "grad_norm": 1.5, "entropy/estimate": 2.0},
     failures={"ToolError": 30, "RolloutTimeout": 2, "AVeryLongNameOfAnErrorThatSomebodyHasGivenToTheirOwnClass": 1},
     quarantined=("engine1",),
-    dropped={"stale": 4, "no_reward": 2},
+    accounts=Accounts(dropped={"stale": 4, "no_reward": 2}),
     waits=(
         IdleTime("trainer", "rollouts", 6.0, 0.08),
         IdleTime("admission", "engines", 3.0, 0.04),

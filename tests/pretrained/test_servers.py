@@ -25,7 +25,7 @@ from midflight.types import Row, Version
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from memory import Looked, train
+from harness.runs import train, train_command
 
 ROOT = Path(__file__).parents[2]
 STEPS = 5
@@ -136,7 +136,8 @@ def trained(kind: Kind, transport: str, model: Path, place: Path, monkeypatch: p
         f"engine.python={interpreter(kind)}",
         f"weights.transport={transport}",
     )
-    train(ROOT / "configs" / "pretrained-sums.toml", settings, place / "run", said=place / "said.txt", looking=Looked)
+    command = train_command(ROOT / "configs" / "pretrained-sums.toml", settings, folder=place / "run")
+    train(command, said=place / "said.txt")
     summary: dict[str, Any] = json.loads((place / "run" / "summary.json").read_text())
     failures = (place / "said.txt").read_text()
     assert (summary["steps"], summary["failed_requests"], summary["failed_rollouts"]) == (STEPS, 0, 0), failures

@@ -25,7 +25,7 @@ LEAST_MOVED = {"bfloat16": 0.0, "lora": 0.7}
 def test_a_way_goes_through_and_moves_the_weights(name: str, fetched: tuple[Path, str], tmp_path: Path) -> None:
     (way,) = [each for each in WAYS if each.name == name]
     outcome = run_way(way, fetched[0], tmp_path / "run", steps=STEPS)
-    print(f"\n{memory_table(outcome)}\n{outcome.row}")
+    print(f"\n{memory_table(outcome)}\n{outcome.cells}")
     check_steps(outcome)
     check_precision(outcome)
     assert outcome.moved > LEAST_MOVED.get(name, 0.95)

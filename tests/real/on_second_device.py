@@ -193,7 +193,7 @@ def test_a_checkpoint_goes_on_as_if_it_had_not_been_made(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("full_every", [1, 4])
-@pytest.mark.parametrize("kind", ["shared_memory", "file"])
+@pytest.mark.parametrize("kind", ["shared_memory", "pull"])
 def test_versions_are_published_whole_and_as_differences(kind: str, full_every: int, tmp_path: Path) -> None:
     _, model = both(tiny_model)
     with publisher(kind, name=f"midflight-test-{tmp_path.name}", folder=tmp_path / "weights", full_every=full_every) as made:

@@ -24,7 +24,7 @@ import msgspec
 
 from midflight.models import sizes
 from midflight.types import WeightManifest
-from midflight.weights.transports import sharing, swarm
+from midflight.weights.transports import bucket_server, swarm
 from midflight.weights.transports.pull import PullReceiver
 
 PIECE = 2**18
@@ -70,8 +70,8 @@ class Behaviour:
 
     def __init__(self) -> None:
         self._kind, self._honest = "honest", threading.Event()
-        self._give = sharing._BucketHandler._give  # pyright: ignore[reportPrivateUsage]
-        sharing._BucketHandler._give = lambda giver, server, found: self._given(giver, server, found)  # pyright: ignore[reportPrivateUsage]
+        self._give = bucket_server._BucketHandler._give  # pyright: ignore[reportPrivateUsage]
+        bucket_server._BucketHandler._give = lambda giver, server, found: self._given(giver, server, found)  # pyright: ignore[reportPrivateUsage]
 
     def become(self, kind: str) -> None:
         self._kind = kind
@@ -79,7 +79,7 @@ class Behaviour:
         if kind == "honest":
             self._honest.set()
 
-    def _given(self, giver: Any, server: sharing.BucketServer, found: swarm.Views) -> None:
+    def _given(self, giver: Any, server: bucket_server.BucketServer, found: swarm.Views) -> None:
         if self._kind != "honest":
             say(self._kind)
         if self._kind == "hangs":
@@ -89,7 +89,7 @@ class Behaviour:
         self._give(giver, server, found)
 
 
-def obey(server: sharing.BucketServer | None) -> None:
+def obey(server: bucket_server.BucketServer | None) -> None:
     """Until nobody tells anything any more."""
     behaviour, (share,) = Behaviour(), server.shares.values() if server is not None else (None,)
     every = set(share.held) if share is not None else set[int]()
@@ -105,7 +105,7 @@ def obey(server: sharing.BucketServer | None) -> None:
 def give(host: str, manifest: str, megabytes: str) -> None:
     import torch
 
-    from midflight.weights.transports.shares import PullPublisher
+    from midflight.weights.transports.pull_publisher import PullPublisher
 
     draw = torch.Generator().manual_seed(7)
     tensors = {f"w{n}": torch.randint(256, (2**20,), dtype=torch.uint8, generator=draw) for n in range(int(megabytes))}

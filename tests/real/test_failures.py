@@ -187,6 +187,6 @@ def check_refused_beside(running: Command, other: Command) -> None:
 
 def test_a_full_disk_ends_the_run_with_its_message_and_without_restarts(train: Callable[..., Command], tmp_path: Path) -> None:
     """A file may have as many bytes as the model, and not those of its checkpoint or of the store: whichever comes first is named."""
-    command = train("trainer.checkpoint_every=1", "weights.transport=file", largest_file=100_000)
+    command = train("trainer.checkpoint_every=1", "weights.transport=pull", largest_file=100_000)
     check_one_message(command, 1, "Writing ")
     assert "restarts are left" not in command.said

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from tests.trainer.fixtures import batch, exact_norm, tiny_model, trainer
-from tests.weights.test_collective import asking, joined
+from tests.weights.test_broadcast import asking, joined
 from torch.distributed.tensor import DTensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -27,8 +27,8 @@ from midflight.trainer.model.ranks import Ranks
 from midflight.trainer.objective import Objective
 from midflight.types import WeightManifest
 from midflight.weights.manifest import extent
-from midflight.weights.transports.collective import CollectivePublisher
-from midflight.weights.transports.process_group import CollectiveReceiver
+from midflight.weights.transports.broadcast import BroadcastPublisher
+from midflight.weights.transports.process_group import BroadcastReceiver
 
 LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "default": ({}, {}, {}),
@@ -103,10 +103,10 @@ def with_a_server_that_fails(rank: int, size: int, folder: str) -> None:
     ours = trainer(tiny_model(), ranks=Ranks.joined(), micro_batch_tokens=60)
     coming = list[tuple[WeightManifest, dict[str, torch.Tensor], Future[Any]]]()
     with (
-        CollectivePublisher(bucket_bytes=4096, num_slots=8, quiet_seconds=0.2, deadline_seconds=DEADLINE) as sender,
+        BroadcastPublisher(bucket_bytes=4096, num_slots=8, quiet_seconds=0.2, deadline_seconds=DEADLINE) as sender,
         ThreadPoolExecutor(2) as others,
     ):
-        server = CollectiveReceiver()
+        server = BroadcastReceiver()
         for version in range(1, 7):
             ours.step(batch(seed=version, version=version - 1, num_groups=3))
             whole = _whole(ours)

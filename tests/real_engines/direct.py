@@ -19,11 +19,11 @@ from tests.real_engines.sites import attached, tied
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from midflight.engines.servers.direct import DirectWay
+from midflight.engines.servers.direct import DirectLoader
 from midflight.errors import EngineUnavailable
 from midflight.models.names import named_tensors
 from midflight.types import Chunk
-from midflight.weights.transports.collective import CollectivePublisher
+from midflight.weights.transports.broadcast import BroadcastPublisher
 from midflight.weights.transports.deltas import DeltaPublisher
 from midflight.weights.transports.direct import DirectFeed
 from midflight.weights.transports.process_group import BroadcastGroup, GroupBroken
@@ -35,7 +35,7 @@ GIVE_UP_SECONDS = 0.5
 SWAPS, BETWEEN_SECONDS = 4, 0.004
 NUM_GOING = 3
 _BROADCAST = BroadcastGroup.broadcast
-Test = Callable[[ModelSite, CollectivePublisher], Awaitable[None]]
+Test = Callable[[ModelSite, BroadcastPublisher], Awaitable[None]]
 
 
 class Breaking:
@@ -53,7 +53,7 @@ class Breaking:
         self._whole(group, part)
 
 
-async def update(site: ModelSite, sender: CollectivePublisher, version: int) -> None:
+async def update(site: ModelSite, sender: BroadcastPublisher, version: int) -> None:
     """It comes while the server generates, and nothing of it lies in a folder."""
     manifest = sender.publish(version, named_tensors(tied(version)))
     await site.engine.stage(manifest)
@@ -85,15 +85,15 @@ class DirectContract:
 
     def _on(self, test: Test) -> None:
         async def main() -> None:
-            with CollectivePublisher(bucket_bytes=50_000, transport="direct") as sender:
-                way = DirectWay(self.server.kind, DirectFeed())
+            with BroadcastPublisher(bucket_bytes=50_000) as sender:
+                way = DirectLoader(self.server.kind, DirectFeed())
                 async with asyncio.timeout(100), attached(self.server, direct=way) as site:
                     await test(site, sender)
 
         asyncio.run(main())
 
     def test_i6_weights_that_come_straight_are_served_as_if_they_were_loaded_from_a_folder(self) -> None:
-        async def test(site: ModelSite, sender: CollectivePublisher) -> None:
+        async def test(site: ModelSite, sender: BroadcastPublisher) -> None:
             request = ask(PROMPT, max_tokens=150, temperature=0.0)
             beside = asyncio.create_task(collect(site.engine, request))
             await site.engine.stage(sender.publish(1, named_tensors(tied(1))))  # comes while the server generates, however long that takes
@@ -120,7 +120,7 @@ class DirectContract:
     def test_i6_a_first_token_that_is_being_computed_while_versions_are_swapped_is_of_the_version_that_made_it(self) -> None:
         """Requests come one after the other all through the swap. No two begin alike, so that a first token owes nothing to keys of before."""
 
-        async def test(site: ModelSite, sender: CollectivePublisher) -> None:
+        async def test(site: ModelSite, sender: BroadcastPublisher) -> None:
             seen = set[int]()
             for version in range(1, SWAPS + 1):
                 await site.engine.stage(sender.publish(version, named_tensors(tied(version))))
@@ -144,7 +144,7 @@ class DirectContract:
         """A server reads new prompts in steps of their own. So when versions are swapped the step under way may be of answers that go on, of
         new ones, or of both: only those that it is of get one more token of the old weights."""
 
-        async def test(site: ModelSite, sender: CollectivePublisher) -> None:
+        async def test(site: ModelSite, sender: BroadcastPublisher) -> None:
             going = [ask(f"{PROMPT} {i}", temperature=1.0, max_tokens=300) for i in range(NUM_GOING)]
             async with asyncio.TaskGroup() as tasks:
                 answers = [tasks.create_task(collect(site.engine, request)) for request in going]
@@ -168,7 +168,7 @@ class DirectContract:
     def test_i7_a_way_that_breaks_in_mid_update_hangs_nobody_and_the_last_whole_version_is_served(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        async def test(site: ModelSite, sender: CollectivePublisher) -> None:
+        async def test(site: ModelSite, sender: BroadcastPublisher) -> None:
             breaking = Breaking(0)
             monkeypatch.setattr(BroadcastGroup, "broadcast", lambda group, part: breaking(group, part))
             await update(site, sender, 1)
@@ -200,7 +200,7 @@ class DifferencesContract:
 
     def test_i6_differences_come_straight_too_and_lead_to_the_same_answers(self) -> None:
         async def main(sender: DeltaPublisher) -> None:
-            async with asyncio.timeout(100), attached(self.server, stepped, direct=DirectWay(self.server.kind, DirectFeed())) as site:
+            async with asyncio.timeout(100), attached(self.server, stepped, direct=DirectLoader(self.server.kind, DirectFeed())) as site:
                 whole = named_tensors(stepped(1))
                 for version in (1, 2, 3):
                     manifest = sender.publish(version, named_tensors(stepped(version)))
@@ -210,5 +210,5 @@ class DifferencesContract:
                 assert all(d.payload.num_bytes < 0.1 * sum(t.nbytes for t in whole.values()) for d in manifest.deltas)
                 assert not list(site.engine._area._place.glob("*/*.safetensors"))
 
-        with DeltaPublisher(CollectivePublisher(bucket_bytes=50_000, num_slots=6, transport="direct"), full_every=4) as sender:
+        with DeltaPublisher(BroadcastPublisher(bucket_bytes=50_000, num_slots=6), full_every=4) as sender:
             asyncio.run(main(sender))

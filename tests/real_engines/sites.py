@@ -18,7 +18,7 @@ from tests.real_engines.process import MAX_CONTEXT, MAX_RUNNING, Kind, ServerPro
 from transformers import PreTrainedModel
 
 from midflight.engines.servers.adapters import AdapterEngine
-from midflight.engines.servers.direct import DirectWay
+from midflight.engines.servers.direct import DirectLoader
 from midflight.engines.servers.engine import ServerEngine
 from midflight.engines.servers.server import Server
 from midflight.engines.servers.sglang import SglangServer
@@ -95,7 +95,7 @@ def adapter(kind: Kind, *, num_adapters: int = 0, direct: bool = False) -> Serve
 
 @asynccontextmanager
 async def attached(
-    server: ServerProcess, models: Callable[[Version], PreTrainedModel] = tied, *, direct: DirectWay | None = None, num_adapters: int = 0
+    server: ServerProcess, models: Callable[[Version], PreTrainedModel] = tied, *, direct: DirectLoader | None = None, num_adapters: int = 0
 ) -> AsyncIterator[ModelSite]:
     """A new adapter: it gives the server the weights that it started with, whatever it served before."""
     receiver = MemoryReceiver()

@@ -18,6 +18,11 @@ from midflight.report.page import cell, fenced, write_report
 
 SUMMARY = {
     "steps": 5,
+    "version": 5,
+    "training_seconds": 80.0,
+    "peak_memory_mb": 512.0,
+    "sources": {"sums": {"num_heldout": 8, "heldout_before": 0.125, "heldout_after": 0.875}},
+    "overlap_share": 0.375,
     "seconds": 90.0,
     "heldout_before": 0.125,
     "heldout_after": 0.875,
@@ -96,8 +101,8 @@ def test_markdown_has_its_plots_beside_it_and_fences_what_models_say(folder: Pat
     assert main(["report", str(folder), "--out", str(out)]) == 0
     assert sorted(path.name for path in out.parent.iterdir()) == ["result-reward.png", "result-work.png", "result.md"]
     text = out.read_text()
-    assert "![" in text and "(result-reward.png)" in text and "**generation-bound: engines busy 90%" in text
-    assert "| held out, after | 0.875 |" in text and "```text\n0-0-0-0: letters" in text
+    assert "![" in text and "(result-reward.png)" in text and "| who was busy | generation-bound: engines busy 90%" in text
+    assert "| held-out sums | 0.125 → 0.875 (8 tasks) |" in text and "```text\n0-0-0-0: letters" in text
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert all(line.endswith("|") for line in rows)
 

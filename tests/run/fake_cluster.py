@@ -51,8 +51,9 @@ class FakeCluster:
 
     def seat(self, resources: Mapping[str, float], *, machine: str = "") -> PlaceActor:
         self.asked.append(resources)
-        address = next((one.address for one in self.alive if one.id == machine), "127.0.0.1")
-        return PlaceActor(address)
+        named = [name.removeprefix("node:") for name in resources if name.startswith("node:")]
+        named += [one.address for one in self.alive if one.id == machine]
+        return PlaceActor(named[0] if named else "127.0.0.1")
 
     async def group(self, resources: Mapping[str, float], count: int) -> tuple[Sequence[PlaceActor], Callable[[], None]]:
         await self.room.wait()

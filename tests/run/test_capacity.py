@@ -61,8 +61,8 @@ def test_rollouts_follow_the_slots_of_the_engines_that_take_requests() -> None:
 
 
 def test_what_is_set_stands_whatever_the_engines_hold() -> None:
-    capacity, _ = capacity_of(engine("a", 64), options=("rollout.max_in_flight=100", "evaluation.max_in_flight=9"))
-    assert capacity.limits() == {"training": (100, "set"), "evaluation": (9, "set")}
+    capacity, _ = capacity_of(engine("a", 64), options=("rollout.max_in_flight=100",))
+    assert capacity.limits() == {"training": (100, "set"), "evaluation": (64, "slots")}
 
 
 def test_a_group_fits_however_few_slots_there_are() -> None:

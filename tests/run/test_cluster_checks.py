@@ -151,7 +151,7 @@ def test_where_machines_come_by_themselves_none_need_have_what_a_part_asks_for()
 
 def test_shared_memory_is_refused_over_machines_and_allowed_on_one() -> None:
     (said,) = problems(FakeCluster(HEAD, FAR), config("weights.transport=shared_memory"))
-    assert said.startswith('weights.transport = "shared_memory" reaches no other machine, and the cluster has 2; set it to "collective"')
+    assert said.startswith('weights.transport = "shared_memory" reaches no other machine, and the cluster has 2; set it to "pull".')
     assert problems(FakeCluster(HEAD), config("weights.transport=shared_memory")) == []
 
 

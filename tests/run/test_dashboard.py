@@ -31,10 +31,11 @@ def test_a_viewer_starts_with_its_first_visitor_and_its_death_is_said_once(tmp_p
     """In its place a program that writes a file and ends with status 3."""
     (tmp_path / "logs").mkdir()
     program = tmp_path / "program"
-    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\nexit 3\n")
+    program.write_text(f"#!/bin/sh\nenv > {tmp_path}/started\nexit 3\n")
     program.chmod(0o700)
     monkeypatch.setattr(viewer.sys, "executable", str(program))
     monkeypatch.setattr(viewer.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
     said: list[str] = []
 
     async def visit() -> None:
@@ -50,4 +51,6 @@ def test_a_viewer_starts_with_its_first_visitor_and_its_death_is_said_once(tmp_p
         beside.cancel()
 
     asyncio.run(visit())
+    environ = (tmp_path / "started").read_text()
+    assert "MIDFLIGHT_CONTROL_TOKEN=t\n" in environ and "secret" not in environ, "it is no part of the cluster"
     assert len(said) == 1 and "the viewer ended with status 3" in said[0] and "the run goes on" in said[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from midflight.config.load import load_config
 from midflight.errors import ConfigError
 from midflight.run.launcher.ring import Ring
 from midflight.run.parts import ProcessKind
+from midflight.run.places.port import ChildOrder
 
 
 class Began(Exception):
@@ -21,8 +21,8 @@ class Began(Exception):
 class Remembering:
     """A place that keeps the environment of what is to be started there."""
 
-    def child(self, part: ProcessKind, name: str, *, environ: Mapping[str, str], **_: Any) -> Any:
-        raise Began(environ.get("CUDA_VISIBLE_DEVICES"))
+    def child(self, order: ChildOrder, **_: Any) -> Any:
+        raise Began(order.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def seen(ring: Ring, part: ProcessKind, name: str) -> str | None:

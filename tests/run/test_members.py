@@ -166,7 +166,7 @@ def test_before_anything_was_published_whoever_serves_what_the_fleet_serves_is_i
         ({"capabilities": replace(CAPABLE, pause_modes=frozenset())}, "it can no pause at all"),
         ({"model": ModelIdentity({"hidden_size": 16}, "")}, "its hidden_size is 16 and not 8"),
         ({"model": ModelIdentity({"rope.theta": 1e6}, "")}, "its rope.theta is 1000000.0 and not 10.0"),
-        ({"sees": None}, 'they are files in /nowhere, which it does not see; share that folder, or set weights.transport to "collective"'),
+        ({"sees": None}, 'they lie in /nowhere, which it does not see, as on another machine; set weights.transport to "pull", or share'),
     ],
 )  # fmt: skip
 def test_what_could_not_serve_the_run_is_refused_in_a_sentence_and_nothing_has_changed(tmp_path: Path, says: Any, why: str) -> None:
@@ -192,9 +192,9 @@ def test_what_could_not_serve_the_run_is_refused_in_a_sentence_and_nothing_has_c
 @pytest.mark.parametrize(
     "transport, location, why",
     [
-        ("shared_memory", "/dev/shm/x", 'weights.transport is "shared_memory", and it runs on another machine'),
-        ("collective", "tcp://127.0.0.1:5000/secret", "sends them from 127.0.0.1, which other machines do not reach"),
-        ("collective", "tcp://10.0.0.7:5000/secret", None),
+        ("shared_memory", "/dev/shm/x", "they lie in /dev/shm, which it does not see, as on another machine"),
+        ("direct", "tcp://127.0.0.1:5000/secret", "sends them from 127.0.0.1, which other machines do not reach"),
+        ("direct", "tcp://10.0.0.7:5000/secret", None),
         (
             "pull",
             "http://127.0.0.1:5000/secret http://10.0.0.7:5000/secret",

@@ -27,6 +27,7 @@ from midflight.engines.relay import relay_steps
 from midflight.errors import RequestRejected
 from midflight.run.launcher.one_engine import OneEngineSite
 from midflight.text.byte_tokenizer import write_byte_tokenizer
+from midflight.text.tokenizer import Tokenizer
 from midflight.types import PauseMode
 from midflight.weights.transports.select import receiver
 from midflight.wire.server import listen
@@ -39,7 +40,7 @@ async def alone(engine: EmbeddedEngine, folder: Path, *, token: str | None = "se
     ready = asyncio.Event()
     with listen("127.0.0.1", 0) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        site = OneEngineSite(Config(), folder, listener, url=url, token=token, ready=lambda url: ready.set(), alarmed=print)
+        site = OneEngineSite(Config(), folder, Tokenizer.load(folder), listener, url, token, ready=lambda url: ready.set(), alarmed=print)
         async with running(engine), asyncio.TaskGroup() as tasks:
             task = tasks.create_task(site.serve(engine, relay_steps, scorer=engine))
             await ready.wait()

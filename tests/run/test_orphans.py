@@ -28,12 +28,13 @@ import asyncio, sys
 from pathlib import Path
 from midflight.config.sections import EnvironmentSection
 from midflight.run.parts import ProcessKind, WorkerSpec
+from midflight.run.places.port import ChildOrder
 from midflight.run.places.process import LocalChild
 
 async def main(url, folder):
     print("begins", flush=True)
     for number in range(8):
-        child = LocalChild(ProcessKind.WORKER, f"worker{number}", log=Path(folder) / f"worker{number}.log", environ={})
+        child = LocalChild(ChildOrder(ProcessKind.WORKER, f"worker{number}", f"{folder}/worker{number}.log", {}))
         await child.start()
         await child.tell(WorkerSpec(child.name, url, "token", EnvironmentSection().model_dump_json()))
         print(child.pid, flush=True)
@@ -49,11 +50,12 @@ from pathlib import Path
 from midflight.run import orphan_guard
 from midflight.run.parts import ProcessKind
 from midflight.run.places import process
+from midflight.run.places.port import ChildOrder
 
 async def main(folder, part):
     orphan_guard.GRACE_SECONDS = 0.1
     process.COMMAND = (sys.executable, "-I", "-S", "-c", part)
-    child = process.LocalChild(ProcessKind.WORKER, "worker0", log=Path(folder) / "worker0.log", environ={})
+    child = process.LocalChild(ChildOrder(ProcessKind.WORKER, "worker0", f"{folder}/worker0.log", {}))
     await child.start()
     async for line in child.process.stdout:
         print(line.decode(), end="", flush=True)

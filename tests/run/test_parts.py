@@ -13,7 +13,7 @@ import pytest
 
 from midflight.errors import BadReward, ConfigError, ModelNotFound, RunFailed, StoreFailed, first_error
 from midflight.run.launcher.child import failure_of
-from midflight.run.launcher.ending import Stop, main_task
+from midflight.run.launcher.shutdown import Shutdown, main_task
 from midflight.run.parts import Failed, PartLost, Restarted, Stalled, Verdict, decode_message, encode, serve_while
 from midflight.run.places.port import PartFailed, error_of
 from midflight.run.trainer.trainer_process import PublishedVersions
@@ -160,7 +160,7 @@ def test_a_command_runs_in_a_thread_and_where_an_event_loop_runs_already() -> No
 
 
 def test_another_thread_ends_a_command_in_order_and_then_at_once() -> None:
-    stop, ended = Stop(), list[str]()
+    stop, ended = Shutdown(), list[str]()
 
     async def work() -> None:
         threading.Thread(target=stop.ask).start()
@@ -178,7 +178,7 @@ def test_another_thread_ends_a_command_in_order_and_then_at_once() -> None:
 
 
 def test_what_is_asked_before_a_command_begins_is_not_forgotten() -> None:
-    stop = Stop()
+    stop = Shutdown()
     stop.ask(signal.SIGTERM)
     assert main_task(_for_ever(), stop=stop) == 143
 

@@ -5,24 +5,24 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from midflight.errors import ConfigError, RunFailed
+from midflight.run import reminder
 from midflight.run.parts import Message, Notice, ProcessKind, WorkerSpec
 from midflight.run.places import cluster as cluster_places
 from midflight.run.places import process
 from midflight.run.places.actor import ActorChild, PlaceActor
-from midflight.run.places.cluster import Machine, RayPlaces
+from midflight.run.places.cluster import RayPlaces
 from midflight.run.places.local import LocalPlaces
-from midflight.run.places.port import Child, PartFailed, Place, Places, Wants, stop_all
+from midflight.run.places.port import Child, ChildOrder, PartFailed, Place, Places, Wants, stop_all
 from midflight.run.places.ray import RayActor
 
 from .fake_cluster import ActorDiedError, ActorUnavailableError, FakeCluster, OutOfMemoryError
@@ -73,7 +73,7 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 @asynccontextmanager
 async def started(place: Place, folder: Path, *deeds: str, name: str = "engine0", listens: bool = False) -> AsyncGenerator[Child]:
-    child = place.child(ProcessKind.ENGINE, name, log=folder / f"{name}.log", environ={"MINE": "alone"}, arguments=deeds, listens=listens)
+    child = place.child(ChildOrder(ProcessKind.ENGINE, name, str(folder / f"{name}.log"), {"MINE": "alone"}, deeds, listens=listens))
     await child.start()
     try:
         yield child
@@ -103,7 +103,7 @@ def kind(request: pytest.FixtureRequest) -> Callable[[], Places]:
 
 def test_a_child_is_told_its_spec_and_everything_it_says_comes_in_order(kind: Callable[[], Places], tmp_path: Path) -> None:
     async def main() -> None:
-        async with kind() as places:
+        with closing(kind()) as places:
             place = await places.take(ProcessKind.ENGINE)
             async with started(place, tmp_path, "lines=300", "environ=MINE") as child:
                 assert child.running and child.was_started
@@ -116,7 +116,7 @@ def test_a_child_is_told_its_spec_and_everything_it_says_comes_in_order(kind: Ca
 
 def test_an_end_that_nobody_asked_for_has_its_status_and_the_end_of_its_log(kind: Callable[[], Places], tmp_path: Path) -> None:
     async def main() -> None:
-        async with kind() as places:
+        with closing(kind()) as places:
             place = await places.take(ProcessKind.ENGINE)
             async with started(place, tmp_path, "exit=7") as child:
                 await child.tell(SPEC)
@@ -134,9 +134,21 @@ def test_an_end_that_nobody_asked_for_has_its_status_and_the_end_of_its_log(kind
     run(main)
 
 
+def test_an_end_is_told_with_the_log_of_this_process_and_not_of_an_earlier_one(kind: Callable[[], Places], tmp_path: Path) -> None:
+    async def main() -> None:
+        with closing(kind()) as places:
+            place = await places.take(ProcessKind.ENGINE)
+            (tmp_path / "engine0.log").write_text("an earlier one said this\n")
+            async with started(place, tmp_path, "exit=7") as child:
+                await child.tell(SPEC)
+                assert str(child.died(await child.ended())).endswith("engine0.log:\nmy last words")
+
+    run(main)
+
+
 def test_the_address_outlives_the_process_that_listened_there(kind: Callable[[], Places], tmp_path: Path) -> None:
     async def main() -> None:
-        async with kind() as places:
+        with closing(kind()) as places:
             place = await places.take(ProcessKind.ENGINE)
             for life in range(2):
                 async with started(place, tmp_path, f"answer={place.fd}", name=f"life{life}", listens=True) as child:
@@ -151,7 +163,7 @@ def test_the_address_outlives_the_process_that_listened_there(kind: Callable[[],
 
 def test_all_are_asked_to_end_and_who_does_not_is_killed(kind: Callable[[], Places], tmp_path: Path) -> None:
     async def main() -> None:
-        async with kind() as places:
+        with closing(kind()) as places:
             place = await places.take(ProcessKind.ENGINE)
             async with started(place, tmp_path, "stay") as good, started(place, tmp_path, "deaf", "stay", name="deaf") as deaf:
                 for child in (good, deaf):
@@ -166,7 +178,7 @@ def test_all_are_asked_to_end_and_who_does_not_is_killed(kind: Callable[[], Plac
 
 def test_what_a_child_said_before_its_end_can_be_read_after_it(kind: Callable[[], Places], tmp_path: Path) -> None:
     async def main() -> None:
-        async with kind() as places:
+        with closing(kind()) as places:
             place = await places.take(ProcessKind.ENGINE)
             async with started(place, tmp_path, "lines=3") as child:
                 await child.tell(SPEC)
@@ -182,7 +194,7 @@ def test_stacks_come_from_the_child_and_stay_in_its_log(
     monkeypatch.setattr(process, "STACKS_SECONDS", 0.2)
 
     async def main() -> None:
-        async with kind() as places:
+        with closing(kind()) as places:
             place = await places.take(ProcessKind.ENGINE)
             async with started(place, tmp_path, "stay") as child:
                 assert text_of(await anext(child.messages())) == "began"
@@ -200,7 +212,7 @@ def test_no_child_inherits_what_opens_the_run_or_the_cluster(
         monkeypatch.setenv(name, "secret")
 
     async def main() -> None:
-        async with kind() as places:
+        with closing(kind()) as places:
             place = await places.take(ProcessKind.ROLLOUT)
             asked = ("environ=MIDFLIGHT_CONTROL_TOKEN", "environ=RAY_AUTH_TOKEN", "environ=RAY_AUTH_TOKEN_PATH")
             async with started(place, tmp_path, *asked) as child:
@@ -210,13 +222,11 @@ def test_no_child_inherits_what_opens_the_run_or_the_cluster(
     run(main)
 
 
-def test_ports_are_free_and_a_place_where_somebody_listens_is_refused_by_name(kind: Callable[[], Places]) -> None:
+def test_ports_differ_and_a_place_where_somebody_listens_is_refused_by_name(kind: Callable[[], Places]) -> None:
     async def main() -> None:
-        async with kind() as places:
+        with closing(kind()) as places:
             first, second = await places.take_all(ProcessKind.TRAINER, 2)
             assert (first.host, second.host) == ("127.0.0.1", "127.0.0.1") and first.port != second.port
-            with socket.create_server((first.host, await first.free_port())):
-                pass
             with pytest.raises(ConfigError, match=str(first.port)):
                 await places.take(ProcessKind.ROLLOUT, host="127.0.0.1", port=first.port)
 
@@ -239,7 +249,7 @@ def test_a_seat_that_cannot_be_reached_for_a_while_is_asked_again_and_nothing_is
             raise ActorUnavailableError("the network broke")
 
     async def main() -> None:
-        async with on_cluster(cluster) as places:
+        with closing(on_cluster(cluster)) as places:
             place = await places.take(ProcessKind.ENGINE)
             monkeypatch.setattr(cluster, "fail", fail)
             async with started(place, tmp_path, "lines=50", "environ=GIVEN") as child:
@@ -266,7 +276,7 @@ def test_an_answer_that_was_lost_on_its_way_starts_no_second_process(tmp_path: P
             return asyncio.ensure_future(lost())
 
     async def main() -> None:
-        async with on_cluster(cluster := Losing()) as places:
+        with closing(on_cluster(cluster := Losing())) as places:
             place = await places.take(ProcessKind.ENGINE)
             async with started(place, tmp_path) as child:
                 await child.tell(SPEC)
@@ -295,7 +305,7 @@ def test_the_death_of_a_seat_is_that_of_its_child_with_rays_reason_and_the_end_o
             raise error
 
     async def main() -> None:
-        async with on_cluster(cluster) as places:
+        with closing(on_cluster(cluster)) as places:
             place = await places.take(ProcessKind.ENGINE)
             async with started(place, tmp_path, "stay") as child:
                 assert text_of(await anext(child.messages())) == "began"
@@ -321,15 +331,15 @@ def test_a_seat_that_is_silent_is_lost_after_the_seconds_that_were_allowed(tmp_p
     cluster = FakeCluster()
 
     async def silence(method: str) -> None:
-        if method == "free_port":
+        if method == "open":
             await asyncio.Event().wait()
 
     async def main() -> None:
-        async with on_cluster(cluster, lost_seconds=0.1) as places:
+        with closing(on_cluster(cluster, lost_seconds=0.1)) as places:
             place = await places.take(ProcessKind.ENGINE)
             monkeypatch.setattr(cluster, "fail", silence)
             with pytest.raises(PartFailed, match=r"nothing was heard of it for 0.1 s"):
-                await place.free_port()
+                await place.ask("open", "", 0, of="a place")
             assert place.lost
 
     run(main)
@@ -343,22 +353,22 @@ def test_a_seat_is_not_asked_again_when_its_machine_is_no_longer_listed(monkeypa
         raise ActorUnavailableError("no route to host")
 
     async def main() -> None:
-        async with on_cluster(cluster) as places:
+        with closing(on_cluster(cluster)) as places:
             place = await places.take(ProcessKind.ENGINE)
             monkeypatch.setattr(cluster, "fail", fail)
             with pytest.raises(PartFailed, match="no route to host"):
-                await place.free_port()
+                await place.ask("open", "", 0, of="a place")
 
     run(main)
 
 
 def test_a_seat_is_waited_for_and_that_is_said_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_places, "PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(reminder, "REMINDER_SECONDS", 0.01)
     cluster, said = FakeCluster(), list[str]()
     cluster.room.clear()
 
     async def main() -> None:
-        async with on_cluster(cluster, said=said) as places:
+        with closing(on_cluster(cluster, said=said)) as places:
             taking = asyncio.create_task(places.take(ProcessKind.ENGINE))
             while len(said) < 2:
                 await asyncio.sleep(0.01)
@@ -372,17 +382,13 @@ def test_a_seat_is_waited_for_and_that_is_said_again_and_again(monkeypatch: pyte
     run(main)
 
 
-def test_a_seat_at_a_machine_by_its_address_is_waited_for_until_that_is_there() -> None:
-    cluster = FakeCluster(Machine("m0", "127.0.0.1", {"CPU": 8.0}))
+def test_a_seat_at_a_machine_asks_for_what_only_that_machine_has() -> None:
+    cluster = FakeCluster()
 
     async def main() -> None:
-        async with on_cluster(cluster) as places:
-            taking = asyncio.create_task(places.take(ProcessKind.ENGINE, wants=Wants({"GPU": 4.0}, "127.0.0.2")))
-            await asyncio.sleep(0.01)
-            assert cluster.asked == [], "its machine is not there"
-            cluster.alive.append(Machine("m1", "127.0.0.2", {"GPU": 4.0}))
-            place = await taking
-            assert (place.host, cluster.asked) == ("127.0.0.2", [{"GPU": 4.0}])
+        with closing(on_cluster(cluster)) as places:
+            place = await places.take(ProcessKind.ENGINE, wants=Wants({"GPU": 4.0}, "127.0.0.2"))
+            assert (place.host, cluster.asked) == ("127.0.0.2", [{"GPU": 4.0, "node:127.0.0.2": 0.001}])
 
     run(main)
 
@@ -393,7 +399,7 @@ def test_a_seat_that_the_run_needs_is_not_waited_for_for_ever(count: int) -> Non
     cluster.room.clear()
 
     async def main() -> None:
-        async with on_cluster(cluster, wait_seconds=0.05) as places:
+        with closing(on_cluster(cluster, wait_seconds=0.05)) as places:
             taking = places.take(ProcessKind.ENGINE) if count == 1 else places.take_all(ProcessKind.TRAINER, count)
             with pytest.raises(RunFailed, match=f"has waited 0.05 s for {count} x a machine with CPU: 1, and had no room among 1 machine"):
                 await taking
@@ -408,7 +414,7 @@ def test_a_seat_that_the_run_needs_is_not_waited_for_for_ever(count: int) -> Non
 
 def test_a_process_that_nobody_hears_any_more_ends_because_its_run_may_go_on_elsewhere(tmp_path: Path) -> None:
     async def main() -> None:
-        child = process.LocalChild(ProcessKind.WORKER, "worker0", log=tmp_path / "log", environ={})
+        child = process.LocalChild(ChildOrder(ProcessKind.WORKER, "worker0", str(tmp_path / "log"), {}))
         await child.start()
         told = ActorChild(child, "life", alone_seconds=0.2)
         await told.follow()
@@ -420,10 +426,10 @@ def test_a_process_that_nobody_hears_any_more_ends_because_its_run_may_go_on_els
 
 def test_a_seat_says_that_its_process_is_stopped(tmp_path: Path) -> None:
     async def main() -> None:
-        async with on_cluster(FakeCluster()) as places, asyncio.TaskGroup() as hearing:
+        with closing(on_cluster(FakeCluster())) as places:
             place = await places.take(ProcessKind.ENGINE)
             async with started(place, tmp_path, "stay") as child:
-                heard = hearing.create_task(words(child))
+                heard = asyncio.create_task(words(child))
                 while child.state not in "SR":
                     await asyncio.sleep(0.01)
                 child.signal(signal.SIGSTOP)
@@ -437,7 +443,7 @@ def test_a_seat_says_that_its_process_is_stopped(tmp_path: Path) -> None:
 
 def test_an_engines_seat_that_is_told_to_end_says_so_once_and_goes_on(tmp_path: Path) -> None:
     async def main() -> None:
-        async with on_cluster(FakeCluster()) as places:
+        with closing(on_cluster(FakeCluster())) as places:
             place = await places.take(ProcessKind.ENGINE)
             async with started(place, tmp_path, "stay") as child:
                 heard = asyncio.create_task(words(child))
@@ -453,11 +459,11 @@ def test_an_engines_seat_that_is_told_to_end_says_so_once_and_goes_on(tmp_path: 
 
 def test_a_seat_without_an_engine_ends_when_it_is_told_to(tmp_path: Path) -> None:
     async def main() -> None:
-        async with on_cluster(FakeCluster()) as places:
+        with closing(on_cluster(FakeCluster())) as places:
             empty = await places.take(ProcessKind.ENGINE)
             assert not seat_of(empty).recall()
             place = await places.take(ProcessKind.TRAINER)
-            child = place.child(ProcessKind.TRAINER, "trainer", log=tmp_path / "log", environ={}, arguments=["stay"])
+            child = place.child(ChildOrder(ProcessKind.TRAINER, "trainer", str(tmp_path / "log"), {}, ["stay"]))
             await child.start()
             assert not seat_of(place).recall()
             await stop_all([child], seconds=0)
@@ -474,7 +480,7 @@ def test_all_places_of_a_machine_that_is_to_be_taken_away_are_recalled(monkeypat
     cluster = FakeCluster()
 
     async def main() -> None:
-        async with on_cluster(cluster) as places:
+        with closing(on_cluster(cluster)) as places:
             place = await places.take(ProcessKind.ENGINE)
             watch = asyncio.create_task(places.watch())
             await asyncio.sleep(0.05)
@@ -504,7 +510,7 @@ def test_ranks_get_all_their_seats_or_none_and_the_room_of_all_is_given_back_wit
     cluster = FakeCluster()
 
     async def main() -> None:
-        async with on_cluster(cluster) as places:
+        with closing(on_cluster(cluster)) as places:
             ranks = await places.take_all(ProcessKind.TRAINER, 3)
             assert cluster.asked == [{"CPU": 1.0}] * 3
             ranks[0].close()
@@ -520,4 +526,4 @@ def test_a_run_on_this_machine_imports_nothing_of_a_cluster() -> None:
     code = "import sys, midflight.run.launcher.launch; print(*(n for n in sys.modules if n.split('.')[0] == 'ray' or 'places' in n))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     ours = "midflight.run.places"
-    assert set(done.stdout.split()) == {ours, f"{ours}.port", f"{ours}.process", f"{ours}.local", f"{ours}.vitals"}
+    assert set(done.stdout.split()) == {ours, f"{ours}.port", f"{ours}.process", f"{ours}.local"}

@@ -17,6 +17,8 @@ from midflight.models.load import save_model
 from midflight.run.launcher import drawing_time, preflight, survey
 from midflight.run.launcher.preflight import Findings, Inspection
 from midflight.text.byte_tokenizer import write_byte_tokenizer
+from midflight.weights.transports import memory_files
+from midflight.weights.transports.memory_files import SHARED
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.toml"
 FEW = [
@@ -137,10 +139,20 @@ def test_a_prompt_that_fills_the_context_is_refused(tmp_path: Path) -> None:
 
 def test_a_disk_or_shared_memory_without_room_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
-    disk, shared = look(tmp_path).problems
+    (disk,) = look(tmp_path).problems
     assert str(tmp_path / "run") in disk and "1.0 MB" in disk and "keep_checkpoints" in disk
+    assert "for versions on their way, for which /dev/shm has no room" in disk
+    (disk,) = look(tmp_path, "weights.transport=pull").problems
+    assert "/dev/shm" not in disk
+    _, shared = look(tmp_path, "engine.kind=vllm", "weights.transport=pull").problems
     assert "/dev/shm has 1.0 MB free" in shared and "--shm-size" in shared
-    assert len(look(tmp_path, "weights.transport=file").problems) == 1
+
+
+def test_a_disk_with_room_will_do_where_shared_memory_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20 if path == SHARED else 2**40))
+    assert not look(tmp_path).problems
+    monkeypatch.setattr(memory_files, "SHARED", tmp_path / "absent")
+    assert not look(tmp_path).problems
 
 
 def sums(folder: Path, *more: str, rows: int = 40) -> list[str]:

@@ -12,10 +12,11 @@ import pytest
 from safetensors import SafetensorError
 
 from midflight.errors import ConfigError, RunFailed, StoreFailed
-from midflight.run.heart import Beat
+from midflight.run.heartbeat import Beat
 from midflight.run.launcher.child import failure_of
 from midflight.run.parts import SEATED_VARIABLE, Failed, Message, PartLost, ProcessKind, Verdict
 from midflight.run.places import process
+from midflight.run.places.port import ChildOrder
 from midflight.run.places.process import LocalChild
 
 
@@ -23,7 +24,7 @@ def test_a_signal_does_not_take_the_exit_status_from_whoever_waits_for_it(tmp_pa
     """`Popen` looks before it signals whether the process has ended; a status that it finds so is lost to the loop, which reports 255."""
 
     async def main() -> int:
-        child = LocalChild(ProcessKind.TRAINER, "trainer", log=tmp_path / "log", environ={})
+        child = LocalChild(ChildOrder(ProcessKind.TRAINER, "trainer", str(tmp_path / "log"), {}))
         await child.start()
         with monkeypatch.context() as patch:
             patch.setattr(subprocess.Popen, "poll", lambda _: pytest.fail("it looked"))
@@ -36,7 +37,7 @@ def test_a_signal_does_not_take_the_exit_status_from_whoever_waits_for_it(tmp_pa
 
 
 def test_a_death_says_whether_somebody_outside_has_killed_the_part(tmp_path: Path) -> None:
-    child = LocalChild(ProcessKind.ENGINE, "engine0", log=tmp_path / "log", environ={})
+    child = LocalChild(ChildOrder(ProcessKind.ENGINE, "engine0", str(tmp_path / "log"), {}))
     killed = {-signal.SIGKILL: True, -signal.SIGTERM: True, 143: True, -signal.SIGSEGV: False, 1: False}
     assert {status: child.died(status).was_killed for status in killed} == killed
     child.condemn("engine0 hangs")
@@ -45,7 +46,7 @@ def test_a_death_says_whether_somebody_outside_has_killed_the_part(tmp_path: Pat
 
 def test_a_part_whose_log_is_on_a_full_disk_still_says_why_it_ended() -> None:
     async def main() -> list[Message]:
-        child = LocalChild(ProcessKind.ROLLOUT, "rollout", log=Path("/dev/full"), environ={}, arguments=["no_such_module:solve"])
+        child = LocalChild(ChildOrder(ProcessKind.ROLLOUT, "rollout", "/dev/full", {}, ["no_such_module:solve"]))
         await child.start()
         said = [message async for message in child.messages() if not isinstance(message, Beat)]
         await child.ended()
@@ -59,7 +60,7 @@ def test_a_part_below_a_seat_tells_its_memory_and_one_that_the_launcher_sees_its
     async def main() -> list[int]:
         told: list[int] = []
         for environ in ({}, {SEATED_VARIABLE: "1"}):
-            child = LocalChild(ProcessKind.WORKER, "worker0", log=tmp_path / "log", environ=environ)
+            child = LocalChild(ChildOrder(ProcessKind.WORKER, "worker0", str(tmp_path / "log"), environ))
             await child.start()
             beat = await anext(aiter(child.messages()))
             assert isinstance(beat, Beat)
@@ -75,7 +76,7 @@ def test_a_part_below_a_seat_tells_its_memory_and_one_that_the_launcher_sees_its
 def test_a_log_that_grew_too_long_is_cut_to_its_end_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "MAX_LOG_BYTES", 100)
     monkeypatch.setattr(process, "KEPT_LOG_BYTES", 10)
-    child = LocalChild(ProcessKind.WORKER, "worker0", log=tmp_path / "log", environ={})
+    child = LocalChild(ChildOrder(ProcessKind.WORKER, "worker0", str(tmp_path / "log"), {}))
     child.cut_log()  # there is none yet
     with child.log.open("ab", buffering=0) as log:
         log.write(b"a" * 95 + b"12345")

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from midflight.config.load import load_config
 from midflight.errors import RunFailed
-from midflight.run.launcher.access import Access
 from midflight.run.launcher.engines import EnginePart, Engines
 from midflight.run.launcher.killed_starts import MAX_KILLED
-from midflight.run.launcher.restart_budgets import RestartBudgets
-from midflight.run.parts import TEACHER, EngineSpec, Message, ModelReady, Notice, ProcessKind, Restarted, Spec
+from midflight.run.launcher.restarts import RestartBudgets
+from midflight.run.launcher.ring_context import RingContext
+from midflight.run.parts import TEACHER, EngineSpec, Message, ModelReady, Notice, ProcessKind, Purpose, Restarted, Spec
 from midflight.run.places.port import PartFailed, Wants
 from midflight.testing.virtual_time import run_virtual
 
-ACCESS = Access("http://10.0.0.1:80", "control", "engine", "segment")
+GATEWAY = "http://10.0.0.1:80"
 
 
 class Spot:
@@ -48,26 +48,19 @@ class Spot:
 class Life:
     """A process: it ends by `die`."""
 
-    def __init__(self, part: EnginePart) -> None:
-        self.part, self.killed = part, False
+    def __init__(self, name: str, place: Spot) -> None:
+        self.name, self.place, self.killed = name, place, False
         self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def die(self, *, machine: bool = False, was_killed: bool = False) -> None:
-        self.part.place.lost = machine  # pyright: ignore[reportAttributeAccessIssue]
-        self.end.set_exception(PartFailed(f"{self.part.name} died", part=self.part.name, was_killed=was_killed))
-
-    def signal(self, number: signal.Signals) -> None:
-        assert number is signal.SIGKILL
-        self.killed = True
-
-    async def ended(self) -> int:
-        return -9
+        self.place.lost = machine
+        self.end.set_exception(PartFailed(f"{self.name} died", part=self.name, was_killed=was_killed))
 
 
 class Site:
-    """Engines on a cluster that has `room` for so many."""
+    """Engines on a cluster that has `room` for so many, and their children."""
 
-    def __init__(self, *options: str, room: int, access: Access = ACCESS, holds: bool = False) -> None:
+    def __init__(self, *options: str, room: int, gateway: str = GATEWAY, purpose: Purpose = Purpose.TRAIN) -> None:
         self.room = asyncio.Semaphore(room)
         self.refusals: list[Exception] = []
         self.spots: list[Spot] = []
@@ -76,7 +69,7 @@ class Site:
         self.lives: list[Life] = []
         self.said: list[Message] = []
         self.announced: list[str] = []
-        self.serving = set[str]()
+        self.ready = set[str]()
         self.loading = set[str]()
         """Engines that do not come up."""
         self.budgets = RestartBudgets(1)
@@ -87,16 +80,23 @@ class Site:
             async def _announce(self, part: EnginePart) -> None:
                 site.announced.append(f"{part.name} {part.address}")
 
-        self.engines = Watched(
-            *(config, self, access),  # pyright: ignore[reportArgumentType]
-            budgets=self.budgets,
-            serving=self.serving,
-            say=self.said.append,
-            start=self._start,  # pyright: ignore[reportArgumentType]
-            follow=self._follow,  # pyright: ignore[reportArgumentType]
-            memory=lambda: "There are 2.0 GB.",
-            holds=holds,
+            def _memory(self) -> str:
+                return "There are 2.0 GB."
+
+        context = RingContext(
+            config,
+            purpose,
+            self,  # pyright: ignore[reportArgumentType]
+            self,  # pyright: ignore[reportArgumentType]
+            self.budgets,
+            self.said.append,
+            gateway=gateway,
+            control_token="control",
+            engine_token="engine",
+            worker_token="worker",
+            segment="segment",
         )
+        self.engines = Watched(context)
 
     async def take(self, part: ProcessKind, *, for_ever: bool = False, wants: Wants | None = None) -> Spot:
         self.wanted.append(wants)
@@ -106,21 +106,25 @@ class Site:
         self.spots.append(Spot(len(self.spots)))
         return self.spots[-1]
 
-    async def _start(self, part: EnginePart) -> Life:
-        self.lives.append(Life(part))
+    async def start(self, part: ProcessKind, name: str, place: Spot, *, listens: bool, arguments: Sequence[str]) -> Life:
+        assert part is ProcessKind.ENGINE and listens and arguments
+        self.lives.append(Life(name, place))
         return self.lives[-1]
 
-    async def _follow(self, life: Life, spec: Callable[[ModelReady], Spec]) -> None:
+    async def brief_and_follow(self, life: Life, spec: Callable[[ModelReady], Spec]) -> None:
         told = spec(ModelReady("first", 0))
-        assert isinstance(told, EngineSpec) and told.name == life.part.name
+        assert isinstance(told, EngineSpec) and told.name == life.name
         self.specs.append(told)
-        if life.part.name not in self.loading:
-            self.serving.add(life.part.name)
-            self.engines.came_up(life.part.name)
+        if life.name not in self.loading:
+            self.ready.add(life.name)
+            self.engines.came_up(life.name)
         await life.end
 
+    async def kill(self, name: str) -> None:
+        self.newest(name).killed = True
+
     def newest(self, engine: str) -> Life:
-        return next(life for life in reversed(self.lives) if life.part.name == engine)
+        return next(life for life in reversed(self.lives) if life.name == engine)
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -143,10 +147,10 @@ def test_a_run_starts_with_the_engines_it_must_have_and_the_others_join_when_the
         assert site.engines.addresses() == {"engine0": "http://10.0.0.0:1000", "engine1": "http://10.0.0.1:1001"}
         tasks = [asyncio.ensure_future(one) for one in kept]
         await settle()
-        assert [life.part.name for life in site.lives] == ["engine0", "engine1"] and site.announced == []
+        assert [life.name for life in site.lives] == ["engine0", "engine1"] and site.announced == []
         site.room.release()
         await settle()
-        assert [life.part.name for life in site.lives] == ["engine0", "engine1", "engine2"]
+        assert [life.name for life in site.lives] == ["engine0", "engine1", "engine2"]
         assert site.announced == ["engine2 http://10.0.0.2:1002"] and len(tasks) == 4
         for task in tasks:
             task.cancel()
@@ -182,7 +186,7 @@ def test_an_engine_is_moved_when_its_machine_is_lost_and_no_restart_is_spent() -
             await settle()
             assert site.spots[loss].closed and len(site.lives) == loss + 2
         assert site.announced == ["engine0 http://10.0.0.1:1001", "engine0 http://10.0.0.2:1002"]
-        assert site.said == [Restarted("engine0", "engine0 died", None)] * 2 and "engine0" in site.serving
+        assert site.said == [Restarted("engine0", "engine0 died", None)] * 2 and "engine0" in site.ready
         task.cancel()
 
     run(main)
@@ -211,7 +215,7 @@ def test_an_engine_whose_place_is_taken_away_leaves_the_run_before_it_ends_and_c
         gateway = Gateway()
         async with await asyncio.start_server(gateway, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            site = Site("engine.count=2", room=3, access=Access(f"http://127.0.0.1:{port}", "control", "engine", "segment"))
+            site = Site("engine.count=2", room=3, gateway=f"http://127.0.0.1:{port}")
             tasks = [asyncio.ensure_future(kept) for kept in await site.engines.take(with_teacher=True)]
             await settle()
             site.spots[1].recall.set()
@@ -241,7 +245,7 @@ def test_an_engine_whose_place_is_taken_away_is_moved_also_where_no_gateway_answ
     async def main() -> None:
         with socket.create_server(("127.0.0.1", 0)) as found:
             gateway = f"http://127.0.0.1:{found.getsockname()[1]}"
-        site = Site("engine.count=2", room=3, access=Access(gateway, "control", "engine", "segment"))
+        site = Site("engine.count=2", room=3, gateway=gateway)
         tasks = [asyncio.ensure_future(kept) for kept in await site.engines.take(with_teacher=True)]
         await settle()
         site.spots[1].recall.set()
@@ -267,7 +271,7 @@ def test_an_engine_finds_a_place_though_a_machine_dies_that_was_to_give_it_one_a
         await settle()
         assert len(site.lives) == 3 and site.said[1] == Restarted("engine1", "engine did not get its seat", 0, 0.0)
         second.cancel()
-        site.serving.discard("engine1")
+        site.ready.discard("engine1")
         site.refusals = [RunFailed("engine has waited 1 s")]
         site.lives[0].die(machine=True)
         with pytest.raises(RunFailed, match="engine has waited 1 s"):
@@ -282,7 +286,7 @@ def test_an_engine_that_is_trained_does_not_wait_for_its_restarts_while_only_one
         first, second = (asyncio.ensure_future(kept) for kept in await site.engines.take(with_teacher=True))
         for _ in range(2):
             await settle()
-            site.serving.discard("engine0")
+            site.ready.discard("engine0")
             site.newest("engine0").die()
         with pytest.raises(PartFailed, match="engine0 died"):
             await first
@@ -315,9 +319,9 @@ def test_an_engine_apart_whose_restarts_are_spent_has_left_the_run_until_it_is_s
         gateway = Gateway()
         gateway.answers.set()
         async with await asyncio.start_server(gateway, "127.0.0.1", 0) as server:
-            access = Access(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "control", "engine", "segment")
-            site = Site("engine.count=2", "environment.untracked.engines=1", room=2, access=access)
-            site.engines._budgets = SpentOnce()  # type: ignore[assignment]
+            address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            site = Site("engine.count=2", "environment.untracked.engines=1", room=2, gateway=address)
+            site.engines._context = replace(site.engines._context, budgets=SpentOnce())  # type: ignore[arg-type]
             tasks = [asyncio.ensure_future(kept) for kept in await site.engines.take(with_teacher=True)]
             await settle()
             site.lives[1].die()
@@ -339,7 +343,7 @@ def test_an_engine_that_dies_is_started_again_in_its_place_within_the_budget() -
         await settle()
         site.lives[0].die()
         await settle()
-        assert len(site.lives) == 2 and site.lives[1].part.place is site.spots[0] and site.announced == []  # type: ignore[comparison-overlap]
+        assert len(site.lives) == 2 and site.lives[1].place is site.spots[0] and site.announced == []
         site.lives[1].die()
         with pytest.raises(PartFailed, match="engine0 died"):
             await task
@@ -356,7 +360,7 @@ def test_a_teacher_whose_machine_is_lost_ends_the_attempt_for_its_address_is_tol
         engine, teacher = await site.engines.take(with_teacher=True)
         tasks = [asyncio.ensure_future(one) for one in (engine, teacher)]
         await settle()
-        assert [life.part.name for life in site.lives] == ["engine0", TEACHER]
+        assert [life.name for life in site.lives] == ["engine0", TEACHER]
         site.lives[1].die(machine=True)
         with pytest.raises(PartFailed, match="teacher died"):
             await tasks[1]
@@ -432,7 +436,7 @@ def test_a_run_goes_on_while_one_engine_works_however_often_another_is_killed_as
         assert not any(task.done() for task in tasks), "what was killed while another worked does not count"
         site.loading.clear()
         await asyncio.sleep(31)
-        assert site.serving == {"engine0", "engine1"}
+        assert site.ready == {"engine0", "engine1"}
         for engine in ("engine0", "engine1"):
             site.loading.add(engine)
             site.budgets.of(engine).earn()
@@ -465,20 +469,20 @@ def test_a_teacher_that_is_killed_at_each_start_ends_the_run_though_engines_work
 
 def test_what_serves_holds_its_requests_however_often_an_engine_is_killed_as_it_starts() -> None:
     async def main() -> None:
-        site = Site(room=1, holds=True)
+        site = Site(room=1, purpose=Purpose.SERVE)
         (kept,) = await site.engines.take(with_teacher=True)
         task = asyncio.ensure_future(kept)
         site.loading.add("engine0")
         await killed_at_each_start(site, "engine0", number=MAX_KILLED + 1)
         site.loading.clear()
         await asyncio.sleep(31)
-        assert len(site.lives) == MAX_KILLED + 2 and "engine0" in site.serving and not task.done()
+        assert len(site.lives) == MAX_KILLED + 2 and "engine0" in site.ready and not task.done()
         restarts = [said for said in site.said if isinstance(said, Restarted)]
         assert [said.seconds for said in restarts] == [0.0, 2.0, 4.0, 8.0, 16.0, *[30.0] * 6]
         told = [number for number, said in enumerate(restarts, start=1) if "There are 2.0 GB" in said.error]
         assert told == [2, 4, 8] and "engine0 was killed 4 times in a row while it started" in restarts[3].error
         waits = [said.text.partition(":")[0] for said in site.said if isinstance(said, Notice)]
-        assert waits == [f"no engine has served for {since}" for since in ("30 s", "1 min 30 s", "3 min 30 s")]
+        assert waits == [f"no engine has served for {since}" for since in ("30 s", "1 min 00 s", "2 min 00 s", "4 min 00 s")]
         await asyncio.sleep(1000)
         assert len([said for said in site.said if isinstance(said, Notice)]) == len(waits), "it serves, and nothing waits for it"
         task.cancel()

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from tests.trajectories.test_heldout import kept
 
 from midflight.config import load_config
-from midflight.run.heart import Heartbeat
+from midflight.run.heartbeat import Heartbeat
 from midflight.run.parts import RolloutSpec
 from midflight.run.rollout.rollout_process import RolloutProcess
 from midflight.trajectories.heldout import HELDOUT
@@ -21,7 +21,7 @@ NUM = 200
 
 def test_the_process_waits_at_its_end_for_what_was_said_to_held_out_tasks(tmp_path: Path) -> None:
     config = load_config(None, [f"run.folder={tmp_path}"]).model_dump_json()
-    launcher = SimpleNamespace(heart=Heartbeat(), tell=lambda _: None)
+    launcher = SimpleNamespace(heartbeat=Heartbeat(), tell=lambda _: None)
     with listen("127.0.0.1", 0) as listener:
         spec = RolloutSpec(config, "model", listener.fileno(), "http://127.0.0.1:1", "engines", "control", {})
         process = RolloutProcess(spec, launcher, listener)  # type: ignore[arg-type]

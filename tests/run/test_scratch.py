@@ -13,7 +13,8 @@ import pytest
 
 from midflight.run import scratch
 from midflight.run.scratch import remove_left, scratch_folder, segment_name
-from midflight.weights.transports.files import SHARED
+from midflight.weights.transports import memory_files
+from midflight.weights.transports.memory_files import SHARED
 
 HOLDER = """
 import sys, time
@@ -77,13 +78,13 @@ def test_a_folder_that_was_taken_before_it_was_locked_is_made_again(monkeypatch:
 
 
 def test_without_room_in_memory_it_lies_in_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scratch, "SHARED", tmp_path / "missing")
+    monkeypatch.setattr(memory_files, "SHARED", tmp_path / "missing")
     with scratch_folder() as folder:
         assert folder.parent == Path(tempfile.gettempdir())
 
 
 def test_what_only_looks_like_ours_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scratch, "SHARED", tmp_path / "shm")
+    monkeypatch.setattr(memory_files, "SHARED", tmp_path / "shm")
     (tmp_path / "shm").mkdir()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "shm" / "midflight-a.scratch").symlink_to(tmp_path / "elsewhere")

@@ -24,13 +24,13 @@ from midflight.errors import ConfigError, RunFailed
 from midflight.run.endpoint import TOKEN_VARIABLE
 from midflight.run.engine import companion, server_process
 from midflight.run.engine.server_process import attached, check_interpreter, reserve_port, started
-from midflight.run.heart import Heartbeat
+from midflight.run.heartbeat import Heartbeat
 from midflight.run.launcher.child import failure_of
 from midflight.run.parts import EngineSpec, ServerLost, Verdict
 from midflight.run.places.port import PartFailed, error_of
 from midflight.run.scratch import segment_name
 from midflight.text.byte_tokenizer import write_byte_tokenizer
-from midflight.weights.transports.files import SHARED
+from midflight.weights.transports.memory_files import SHARED
 
 pytestmark = pytest.mark.timeout(150)
 SIZES = {"vocab_size": 262, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 256}
@@ -89,7 +89,7 @@ def test_versions_are_staged_in_memory_of_the_engines_own_machine_and_leave_with
     async def main() -> None:
         descriptor = socket.create_server(("127.0.0.1", 0)).detach()
         spec = EngineSpec("engine0", "model", config().model_dump_json(), descriptor, "token", segment_name(tmp_path))
-        await companion.run_companion(spec, SimpleNamespace(heart=Heartbeat()))
+        await companion.run_companion(spec, SimpleNamespace(heartbeat=Heartbeat()))
 
     asyncio.run(main())
     (staging,) = seen
@@ -194,7 +194,7 @@ def test_a_server_that_is_killed_while_it_starts_is_lost_and_not_to_blame(
             raise AssertionError("it came up")
         await killing
 
-    with pytest.raises(ServerLost, match="engine0's server ended with signal 9") as caught:
+    with pytest.raises(ServerLost, match="engine0's server ended with signal SIGKILL") as caught:
         asyncio.run(main())
     assert failure_of(caught.value).verdict is Verdict.KILLED
     failure = error_of("engine0", failure_of(caught.value))
@@ -278,7 +278,7 @@ def test_serve_starts_a_server_again_that_died_and_leaves_nothing_behind(python:
         (first,) = told(tmp_path, "process")
         os.kill(first, signal.SIGKILL)
         command.until(lambda: len(told(tmp_path, "process")) == 2, "second server")
-        assert "engine0's server ended with signal 9" in command.said
+        assert "engine0's server ended with signal SIGKILL" in command.said
         assert "engine0 is started again; 1 restarts are left." in command.said
         command.process.send_signal(signal.SIGTERM)
         assert command.wait(20) == 143

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 
 from midflight.config.load import load_config
 from midflight.errors import every_error
+from midflight.observe.activity import ProcessWork
 from midflight.observe.status import Phase, Status
 from midflight.run import parts
-from midflight.run.heart import Beat, Doing
+from midflight.run.heartbeat import Beat, Doing
 from midflight.run.launcher.ring import Ring
 from midflight.run.launcher.watchdog import LOOK_SECONDS, REST_SECONDS, Watchdog
 from midflight.run.parts import Failed, Message, ModelReady, Progress, Purpose, Ready, Restarted, Stalled, Verdict
-from midflight.run.places.port import PartFailed, Wants
-from midflight.run.places.vitals import Vitals
+from midflight.run.places.port import ChildOrder, PartFailed, Wants
 from midflight.testing.virtual_time import run_virtual
 
 KINDS = ("rollout", "rollout1", "trainer", "trainer1", "engine0", "engine1", "teacher", "worker0", "worker1")
@@ -66,9 +66,9 @@ class Site:
     def now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    def vitals(self, pid: int) -> Vitals:
+    def work(self, pid: int) -> ProcessWork:
         child = self.lives[pid]
-        return Vitals("T" if child.fault == "stopped" else "S", 0.0 if child.fault in ("stopped", "blocked") else self.now())
+        return ProcessWork(0.0 if child.fault in ("stopped", "blocked") else self.now(), 0, "T" if child.fault == "stopped" else "S")
 
     def newest(self) -> dict[str, Played]:
         return {child.name: child for child in self.lives.values()}
@@ -80,12 +80,7 @@ class Site:
 
     # --- Places --------------------------------------------------------------------------------------------------------
 
-    spread = False
-
-    async def __aenter__(self) -> Site:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
+    def close(self) -> None:
         pass
 
     async def watch(self) -> None:
@@ -110,8 +105,8 @@ class Spot:
     async def recalled(self) -> None:
         await asyncio.Event().wait()
 
-    def child(self, part: parts.ProcessKind, name: str, **given: Any) -> Played:
-        return Played(self.site, part, name)
+    def child(self, order: ChildOrder, **given: Any) -> Played:
+        return Played(self.site, order.part, order.name)
 
     def refuse(self) -> None:
         pass
@@ -231,7 +226,7 @@ def ring_of(site: Site) -> Ring:
             site.spared.append(worker)
 
     config = load_config(None, [f"run.folder={site.folder}", f"run.stall_seconds={site.stall}", "run.restarts=5", *OPTIONS])
-    dog = Watchdog(stall_seconds=site.stall, vitals=site.vitals, clock=site.now)
+    dog = Watchdog(stall_seconds=site.stall, work=site.work, clock=site.now)
     return PlayedRing(
         config, on_message=lambda message: site.said.append((site.now(), message)), control_token="control-token-of-the-test", watchdog=dog
     )

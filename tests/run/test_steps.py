@@ -19,7 +19,7 @@ from midflight.models.names import named_tensors
 from midflight.run.api.model_tensors import ModelTensors
 from midflight.run.api.step_book import DoneBody, StepBook
 from midflight.types import Batch, PackedBatch, TensorSpec, WeightManifest
-from midflight.weights.transports.files import manifest_of, read_specs
+from midflight.weights.transports.posted_files import manifest_of, read_specs
 
 
 def batch(lease: int, train_version: int) -> PackedBatch:

@@ -63,7 +63,7 @@ def test_a_teacher_that_stays_away_or_is_too_slow_is_an_error_that_names_it_afte
         scorer = ScriptedScorer(seconds=0.1 if dead else 1000.0)
         scorer.fail_next(LOST, times=1000)
         began = asyncio.get_running_loop().time()
-        with pytest.raises(RequestTimeout, match=r"the teacher did not score 3 tokens within 60 s.*teacher\.log.*score_seconds"):
+        with pytest.raises(RequestTimeout, match=r"the teacher did not score 3 tokens within 60 s.*teacher\.log.*run\.stall_seconds"):
             await Teacher(scorer, temperature=1, seconds=60).scored(one_batch(7))
         assert asyncio.get_running_loop().time() - began == pytest.approx(60)
 

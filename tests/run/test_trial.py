@@ -47,6 +47,14 @@ with trying() as trial:
     assert answer_of(script(tmp_path, body), patience(), given=b"[1, 2, 'abc']" * 100_000) == b"[1, 2, 'ABC']" * 100_000
 
 
+def test_no_trial_gets_what_opens_the_run_or_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MIDFLIGHT_CONTROL_TOKEN", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(name, "secret")
+    body = "with trying() as trial:\n    trial.answer(str('secret' in os.environ.values()).encode())"
+    assert answer_of(script(tmp_path, body), patience()) == b"False"
+    assert answer_of(script(tmp_path, body), patience(), environ=dict(os.environ)) == b"False"
+
+
 def test_a_slow_import_that_computes_is_waited_for_three_times_the_bound_and_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,16 +1,15 @@
-"""What the launcher finds to stand still, how often it starts a part again, and what a part says of itself. No processes, no waiting."""
+"""What the launcher finds to stand still, and what a part says of itself. No processes, no waiting."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 
 import msgspec
 
-from midflight.run.heart import ENDLESS, Absence, Beat, Doing, Heartbeat, LoopReport
-from midflight.run.launcher.restart_budgets import REPLENISH_SECONDS, RestartBudget, RestartBudgets
-from midflight.run.launcher.watchdog import HungProcess, Vitals, Watchdog, vitals_of
+from midflight.observe.activity import ProcessWork
+from midflight.run.heartbeat import ENDLESS, Absence, Beat, Doing, Heartbeat, LoopReport
+from midflight.run.launcher.watchdog import HungProcess, Watchdog
 from midflight.run.parts import decode_message, encode
 
 STALL = 10.0
@@ -30,7 +29,7 @@ class Ring:
         names = list(parts)
         self.dog = Watchdog(
             stall_seconds=STALL,
-            vitals=lambda pid: Vitals(self.states[names[pid]], self.cpu[names[pid]], self.num_bytes[names[pid]]),
+            work=lambda pid: ProcessWork(self.cpu[names[pid]], self.num_bytes[names[pid]], self.states[names[pid]]),
             clock=lambda: self.now,
         )
         for pid, name in enumerate(names):
@@ -313,46 +312,6 @@ def test_a_launcher_that_stood_itself_blames_nobody_for_it() -> None:
     assert not ring.pass_time(20)
 
 
-def test_a_restart_that_was_spent_comes_back_and_each_in_a_row_waits_longer() -> None:
-    budget = RestartBudget(3)
-    assert [budget.spend(0.0), budget.spend(1.0), budget.spend(2.0), budget.spend(3.0)] == [0.0, 2.0, 4.0, None]
-    assert budget.seconds_to_next(3.0) == REPLENISH_SECONDS - 3
-    assert budget.left(REPLENISH_SECONDS) == 1 and budget.spend(REPLENISH_SECONDS) == 4.0
-    assert budget.left(10 * REPLENISH_SECONDS) == 3 and budget.spend(10 * REPLENISH_SECONDS) == 0.0
-    assert RestartBudget(0).spend(5.0) is None
-
-
-def test_a_part_that_has_worked_since_its_last_start_has_all_its_restarts_again_and_waits_no_less() -> None:
-    budget = RestartBudget(1)
-    waits: list[float | None] = []
-    for second in range(8):
-        waits.append(budget.spend(float(second)))
-        budget.earn()
-    assert waits == [0.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
-    assert [budget.spend(8.0), budget.spend(9.0)] == [30.0, None]
-
-
-def test_a_death_that_does_not_count_takes_no_restart_and_has_the_next_one_wait_longer() -> None:
-    budget = RestartBudget(1)
-    assert [budget.spend(float(second), counts=False) for second in range(3)] == [0.0, 2.0, 4.0]
-    assert budget.left(3.0) == 1
-    assert [budget.spend(3.0), budget.spend(4.0)] == [8.0, None]
-    assert budget.spend(5.0, counts=False) == 16.0
-    assert RestartBudget(0).spend(0.0, counts=False) is None, "nothing is to be started again"
-
-
-def test_a_step_is_work_where_the_run_has_never_come_so_far() -> None:
-    """It fails at step 4 again and again, and goes on from step 2 each time."""
-    budgets = RestartBudgets(2)
-    assert [budgets.is_further(step) for step in (0, 1, 2, 3, 3, 2, 3, 2, 3, 4)] == [False, True, True, True, *[False] * 5, True]
-
-
-def test_parts_do_not_spend_each_others_restarts() -> None:
-    budgets = RestartBudgets(1)
-    assert budgets.of("engine0").spend(0.0) == 0.0 and budgets.of("engine0").spend(0.0) is None
-    assert budgets.of("engine1").spend(0.0) == 0.0
-
-
 def test_a_part_on_a_machine_whose_clock_began_days_later_is_judged_by_ours() -> None:
     """It is at 5 s when we are at 1000 s. Its loop stands from its second 10 on, and what it does began at its second 5."""
     ring = Ring()
@@ -382,23 +341,18 @@ def test_the_processor_time_of_a_part_elsewhere_is_what_its_beats_say() -> None:
 
 
 def test_a_heart_says_what_is_done_and_when_the_loop_last_turned() -> None:
-    heart = Heartbeat()
-    silent = heart.beat()
+    heartbeat = Heartbeat()
+    silent = heartbeat.beat()
     assert (silent.turned, silent.doing, silent.absences, silent.counters, silent.memory_bytes) == (None, (), (), "", 0)
-    with heart.doing("makes version 3", computes=True):
-        (said,) = heart.beat().doing
+    with heartbeat.doing("makes version 3", computes=True):
+        (said,) = heartbeat.beat().doing
         assert (said.what, said.computes) == ("makes version 3", True) and time.monotonic() - said.since < 1
 
     async def main() -> Beat:
-        heart.ask = lambda: LoopReport((doing("runs rollout 0.1"),), counters="1 rollout runs")
-        heart.turn()
-        return heart.beat()
+        heartbeat.ask = lambda: LoopReport((doing("runs rollout 0.1"),), counters="1 rollout runs")
+        heartbeat.turn()
+        return heartbeat.beat()
 
     beat = asyncio.run(main())
     assert beat.turned is not None and beat.doing == (doing("runs rollout 0.1"),) and beat.counters == "1 rollout runs"
     assert decode_message(encode(beat)) == beat
-
-
-def test_vitals_are_those_of_the_process() -> None:
-    vitals = vitals_of(os.getpid())
-    assert vitals.state in "RSD" and vitals.cpu_seconds > 0

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from starlette.applications import Starlette
 from tests.environments.talking import says
-from tests.environments.test_crew import Recorder, Session
+from tests.environments.test_worker_pool import Recorder, Session
 
 from midflight.config.sections import EnvironmentSection
 from midflight.environments.agents import AgentsHere
 from midflight.environments.conversation import BuiltInLoop
-from midflight.environments.crew import Crew
 from midflight.environments.scoring import Unjudged
+from midflight.environments.worker_pool import WorkerPool
 from midflight.errors import AgentFailed, ConfigError, first_error
 from midflight.run.api import worker_wire as wire
 from midflight.run.api.worker_routes import WorkerRoutes
@@ -81,38 +81,38 @@ class Told:
 
 
 def with_worker(
-    main: Callable[[Crew], Coroutine[Any, Any, None]], *, token: str = TOKEN, host: Any = None, addresses: list[str] | None = None
+    main: Callable[[WorkerPool], Coroutine[Any, Any, None]], *, token: str = TOKEN, host: Any = None, addresses: list[str] | None = None
 ) -> None:
     """`addresses` gets where the rollout process is reached."""
 
     async def run() -> None:
-        crew = Crew(Recorder(), stall_seconds=120)
+        pool = WorkerPool(Recorder(), stall_seconds=120)
         with listen("127.0.0.1", 0) as listener:
             spec = WorkerSpec("worker0", f"http://127.0.0.1:{listener.getsockname()[1]}", token, "{}")
             (addresses if addresses is not None else []).append(spec.url)
-            app = Starlette(routes=[*WorkerRoutes(crew, token=TOKEN, control_token=CONTROL_TOKEN).routes()])
+            app = Starlette(routes=[*WorkerRoutes(pool, token=TOKEN, control_token=CONTROL_TOKEN).routes()])
             agents = host or AgentsHere(agent, client_for=lambda session: None, plain_client_for=lambda session: None)  # type: ignore[arg-type,return-value]
             async with HttpClient(spec.url, lost=PartLost, token=token) as http:
                 worker = Worker(spec.name, agents, http, LoopWatch(spec, asyncio.get_running_loop()), cancels=True)
                 told = Told()
-                await serve_while(main(crew), serve_app(app, listener, ready=lambda: None), worker.run(told))  # type: ignore[arg-type]
+                await serve_while(main(pool), serve_app(app, listener, ready=lambda: None), worker.run(told))  # type: ignore[arg-type]
                 assert told.messages == [Ready()]
 
     asyncio.run(run())
 
 
-async def outcome(crew: Crew, name: str) -> object:
+async def outcome(pool: WorkerPool, name: str) -> object:
     try:
-        ended = await crew.run(Task(name, "s", {"words": ["a"]}), Session(name))
+        ended = await pool.run(Task(name, "s", {"words": ["a"]}), Session(name))
         return ended.reward if isinstance(ended, Result) else ended
     except (AgentFailed, ConfigError) as error:
         return error
 
 
 def test_an_agent_ends_with_its_reward_or_its_error_and_each_task_is_its_own() -> None:
-    async def main(crew: Crew) -> None:
+    async def main(pool: WorkerPool) -> None:
         names = ("raises", "odd", "exits", "bad", "cancels itself", "config")
-        fine, again, *failed = await asyncio.gather(*(outcome(crew, name) for name in ("fine", "again", *names)))
+        fine, again, *failed = await asyncio.gather(*(outcome(pool, name) for name in ("fine", "again", *names)))
         assert (fine, again) == (1.0, 1.0)
         said = [str(error) for error in failed]
         assert said[:3] == ["LookupError: no key", "Odd: odd", "SystemExit: 4"]
@@ -133,15 +133,15 @@ def test_of_a_long_traceback_the_last_whole_lines_are_told() -> None:
 def test_an_agent_that_swallows_its_cancellation_is_cancelled_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_process, "AGAIN_SECONDS", 0.05)
 
-    async def main(crew: Crew) -> None:
-        running = asyncio.ensure_future(outcome(crew, "swallows"))
-        await outcome(crew, "fine")
-        (seat,) = crew._seats.values()
+    async def main(pool: WorkerPool) -> None:
+        running = asyncio.ensure_future(outcome(pool, "swallows"))
+        await outcome(pool, "fine")
+        (worker,) = pool._workers.values()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        assert list(seat.left) == ["swallows"]
+        assert list(worker.left) == ["swallows"]
         async with asyncio.timeout(5):
-            while seat.left:
+            while worker.left:
                 await asyncio.sleep(0.01)
 
     with_worker(main)
@@ -152,10 +152,10 @@ def test_a_blocked_loop_is_told_with_the_agent_and_the_place(monkeypatch: pytest
     monkeypatch.setattr(worker_process, "BLOCKED_SECONDS", 0.2)
     monkeypatch.setattr(worker_process, "LOOK_SECONDS", 0.05)
     told: list[tuple[str, str | None, str]] = []
-    monkeypatch.setattr(Crew, "blocked", lambda self, name, session_id, *, where, seconds: told.append((name, session_id, where)))
+    monkeypatch.setattr(WorkerPool, "blocked", lambda self, name, session_id, *, where, seconds: told.append((name, session_id, where)))
 
-    async def main(crew: Crew) -> None:
-        assert await outcome(crew, "blocks") == 1.0
+    async def main(pool: WorkerPool) -> None:
+        assert await outcome(pool, "blocks") == 1.0
         async with asyncio.timeout(5):
             while not told:
                 await asyncio.sleep(0.01)
@@ -181,10 +181,10 @@ def test_a_worker_says_which_agents_it_runs_and_that_one_of_them_holds_its_loop(
     monkeypatch.setattr(worker_process, "LOOK_SECONDS", 0.05)
     workers, held = list[Worker](), list[str]()
 
-    async def main(crew: Crew) -> None:
+    async def main(pool: WorkerPool) -> None:
         (worker,) = workers
         assert worker.situation().doing == () and worker.situation().counters == "0 agents run"
-        running = asyncio.ensure_future(outcome(crew, "blocks"))
+        running = asyncio.ensure_future(outcome(pool, "blocks"))
         while not worker.situation().doing:
             await asyncio.sleep(0)
         (doing,) = worker.situation().doing
@@ -207,13 +207,13 @@ def test_a_worker_says_which_agents_it_runs_and_that_one_of_them_holds_its_loop(
 
 @pytest.mark.parametrize(("token", "status"), [(CONTROL_TOKEN, 200), (TOKEN, 401)])
 def test_that_no_agent_is_to_blame_is_the_launchers_to_say_and_no_agents(token: str, status: int) -> None:
-    async def main(crew: Crew) -> None:
-        running = asyncio.ensure_future(outcome(crew, "swallows"))
-        await outcome(crew, "fine")
+    async def main(pool: WorkerPool) -> None:
+        running = asyncio.ensure_future(outcome(pool, "swallows"))
+        await outcome(pool, "fine")
         async with HttpClient(addresses[0], lost=PartLost, token=token) as http:
             answer = await http.call("POST", wire.SPARED_PATH, wire.encode(wire.WorkerSpared("worker0")))
-        (seat,) = crew._seats.values()
-        assert answer.status == status and seat.spared is (status == 200)
+        (worker,) = pool._workers.values()
+        assert answer.status == status and worker.spared is (status == 200)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
@@ -222,7 +222,7 @@ def test_that_no_agent_is_to_blame_is_the_launchers_to_say_and_no_agents(token: 
 
 
 def test_without_the_workers_token_nothing_opens() -> None:
-    async def main(crew: Crew) -> None:
+    async def main(pool: WorkerPool) -> None:
         await asyncio.sleep(5)
 
     with pytest.raises(BaseExceptionGroup) as caught:
@@ -235,10 +235,10 @@ def test_tools_that_run_in_a_worker_are_told_with_their_limit() -> None:
         asked.append(path)
         return Answered(200, json.dumps({"choices": [{"message": says("5") if len(asked) > 1 else says("", ("rests", {}))}]}).encode())
 
-    async def main(crew: Crew) -> None:
-        running = asyncio.ensure_future(crew.run(Task("a", "s", {"question": "2 + 3?", "answer": "5"}), Session("a")))
+    async def main(pool: WorkerPool) -> None:
+        running = asyncio.ensure_future(pool.run(Task("a", "s", {"question": "2 + 3?", "answer": "5"}), Session("a")))
         async with asyncio.timeout(5):
-            while not crew.tool_seconds("a"):
+            while not pool.tool_seconds("a"):
                 await asyncio.sleep(0.01)
         ended = await running
         assert isinstance(ended, Result) and ended.reward == 1.0
@@ -268,12 +268,12 @@ class ScoresGroups(AgentsHere):
 
 
 def test_attempts_of_a_group_come_back_whole_and_are_scored_together_in_a_worker() -> None:
-    async def main(crew: Crew) -> None:
-        attempts = [await crew.run(Task(name, "s", {}), Session(name)) for name in ("a", "b")]
+    async def main(pool: WorkerPool) -> None:
+        attempts = [await pool.run(Task(name, "s", {}), Session(name)) for name in ("a", "b")]
         assert attempts[0] == Unjudged([{"role": "assistant", "content": "a"}], 0, [1], {"f": [1]}, {"m": 2.0}, {"own": None, "short": 0.5})
-        found = await crew.judge(Task("a", "s", {}), attempts, name="g")  # type: ignore[arg-type]
+        found = await pool.judge(Task("a", "s", {}), attempts, name="g")  # type: ignore[arg-type]
         assert found == [Result(reward, {"short": 0.5}, {"m": 2.0}, (), {"f": [1]}) for reward in (0.0, 1.0)]
         with pytest.raises(AgentFailed, match="LookupError: no judge"):
-            await crew.judge(Task("broken", "s", {}), attempts, name="h")  # type: ignore[arg-type]
+            await pool.judge(Task("broken", "s", {}), attempts, name="h")  # type: ignore[arg-type]
 
     with_worker(main, host=ScoresGroups())

@@ -16,7 +16,7 @@ from tests.trackers.journals import configure
 
 from midflight.config.load import load_config
 from midflight.observe.timeline import CommitTimed, RolloutTimed, RunStarted, Timed
-from midflight.run.launcher.tracking import Tracking
+from midflight.run.launcher.tracker_process import TrackerProcess
 from midflight.trackers.spans import RolloutSpans
 from midflight.trackers.tracker import made
 
@@ -103,7 +103,7 @@ def test_traces_reach_a_receiver_by_the_official_sdk_and_each_rollout_once(tmp_p
             if line is not None:
                 append(tmp_path, line)
             complaints: list[str] = []
-            run = Tracking(load_config(tmp_path / "config.toml", [f"run.folder={tmp_path}"]), complaints.append)
+            run = TrackerProcess(load_config(tmp_path / "config.toml", [f"run.folder={tmp_path}"]), complaints.append)
             run.start()
             run.end(seconds=60.0)
             assert complaints == []

@@ -16,14 +16,14 @@ from tests.trackers.journals import append, configure, resumed, step, write
 
 from midflight.config.load import load_config
 from midflight.errors import ConfigError
-from midflight.run.launcher.tracking import Tracking
+from midflight.run.launcher.tracker_process import TrackerProcess
 from midflight.trackers.tracker import made
 
 OWN = "tests.trackers.own"
 
 
-def tracking(folder: Path, said: list[str]) -> Tracking:
-    return Tracking(load_config(folder / "config.toml", [f"run.folder={folder}"]), said.append)
+def tracking(folder: Path, said: list[str]) -> TrackerProcess:
+    return TrackerProcess(load_config(folder / "config.toml", [f"run.folder={folder}"]), said.append)
 
 
 def notes(folder: Path) -> list[list[Any]]:

@@ -48,9 +48,8 @@ def test_a_page_shows_the_runs_numbers_as_text_with_three_decimals(tmp_path: Pat
     timeline(folder, rollout_line(0.0, 1.0), {"kind": "step", "lease": 1, "version": 1, "began": 0.0, "ended": 2.0, "num_tokens": 9})
     with viewing(folder) as address:
         page = look(address)
-        assert (value(page, "state"), value(page, "step"), value(page, "reward")) == ("stopped", "2 of 4", "0.667")
-        assert value(page, "held out sums") == "0.250 → 0.750"
-        assert value(page, "engine, trainer, both busy") == "38%, 100%, 38%"  # (1 - 0.25) of 2 seconds
+        assert (value(page, "state"), value(page, "steps"), value(page, "reward, last step")) == ("stopped", "2 of 4", "0.667")
+        assert value(page, "held-out sums") == "0.250 → 0.750 (8 tasks)"
         assert "generating 0.500 s (50%); waiting for a first token 0.250 s (25%); environment 0.250 s (25%)" in page.inner_text(".page")
         expect(page.locator('[data-test="chart Reward by source"] canvas')).to_be_visible()
 
@@ -62,7 +61,7 @@ def test_scores_and_links_are_there_before_a_program_of_the_page_runs(tmp_path: 
         context = chromium.new_context(java_script_enabled=False, color_scheme="dark" if dark else "light")
         page = context.new_page()
         page.goto(address)
-        assert value(page, "held out sums") == "0.250 → 0.750"
+        assert value(page, "held-out sums") == "0.250 → 0.750 (8 tasks)"
         assert page.locator("body > #app > div").first.evaluate("e => getComputedStyle(e).backgroundColor") == (
             "rgb(18, 18, 18)" if dark else "rgba(0, 0, 0, 0)"
         )
@@ -82,14 +81,19 @@ def test_a_page_follows_a_run_and_survives_its_restart(tmp_path: Path, look: Loo
     folder = made_run(tmp_path / "a", step_line(1, 0.25))
     with viewing(folder) as address:
         page = look(address)
-        expect(page.locator('[data-test="step"]')).to_have_text("1 of 4")
+        expect(page.locator('[data-test="steps"]')).to_have_text("1 of 4")
         with (folder / "metrics.jsonl").open("a") as journal:
             journal.write(step_line(2, 0.5) + step_line(3, 0.875))
-        expect(page.locator('[data-test="reward"]')).to_have_text("0.875")
+        expect(page.locator('[data-test="reward, last step"]')).to_have_text("0.875")
         (folder / "new").write_text(step_line(1, 0.25) + step_line(2, 0.625))  # step 3 was lost in a crash
         (folder / "new").replace(folder / "metrics.jsonl")
-        expect(page.locator('[data-test="step"]')).to_have_text("2 of 4")
-        expect(page.locator('[data-test="reward"]')).to_have_text("0.625")
+        expect(page.locator('[data-test="steps"]')).to_have_text("2 of 4")
+        expect(page.locator('[data-test="reward, last step"]')).to_have_text("0.625")
+        (folder / "summary.json").write_text(
+            '{"steps": 2, "version": 2, "seconds": 75.0, "peak_memory_mb": 1234.5}'
+        )  # no line comes with it
+        expect(page.locator('[data-test="time"]')).to_have_text("1 min 15 s")
+        expect(page.locator('[data-test="peak memory"]')).to_have_text("1,234 MB")
 
 
 def test_what_fails_is_found_with_its_environment_its_step_and_what_to_do(tmp_path: Path, look: Look) -> None:
@@ -108,8 +112,17 @@ def test_what_fails_is_found_with_its_environment_its_step_and_what_to_do(tmp_pa
         assert advice in page.locator('table[data-test="alarms"]').inner_text()
 
 
+def test_failures_are_those_of_all_steps_where_no_timeline_tells_them_by_environment(tmp_path: Path, look: Look) -> None:
+    folder = made_run(tmp_path / "a", failed_step(1, KeyError=4), failed_step(2, KeyError=3), step_line(3, 0.5))
+    with viewing(folder) as address:
+        rows = look(address).locator('table[data-test="failures"] tbody tr')
+        expect(rows).to_have_count(1)
+        assert cells(rows.first) == ["all sources", "KeyError", "7 tries", "step 1 (4)"]
+
+
 def test_the_time_page_says_who_was_busy_when_and_leads_to_the_groups_of_a_step(tmp_path: Path, look: Look) -> None:
-    folder = made_run(tmp_path / "a", step_line(1, 0.5))
+    measured = {**json.loads(step_line(1, 0.5)), "waits": {"trainer for generation": 1.5}, "training_seconds": 3.0}
+    folder = made_run(tmp_path / "a", json.dumps(measured) + "\n")
     wait = {"kind": "wait", "who": "trainer", "for_whom": "generation", "began": 0.0, "ended": 1.5}
     timeline(folder, rollout_line(0.0, 2.0), wait, {"kind": "step", "lease": 1, "version": 1, "began": 1.5, "ended": 4.5, "num_tokens": 9})
     with viewing(folder) as address:
@@ -200,8 +213,8 @@ def test_what_cannot_be_shown_is_said_on_a_page(tmp_path: Path, look: Look) -> N
         assert value(look(f"{address}/run/nope/run"), "problem").startswith("there is no run 'nope' here")
         assert "there is no page 'nothing'" in value(look(f"{address}/run/a/nothing"), "problem")
         page = look(f"{second}/run/b/run")
-        expect(page.locator('[data-test="step"]')).to_have_text("1 of 4")
+        expect(page.locator('[data-test="steps"]')).to_have_text("1 of 4")
         shutil.rmtree(folders[1])
         expect(page.locator('[data-test="problem"]')).to_contain_text("was deleted or moved")
         assert "there is no run 'b' here" in value(look(f"{address}/run/b/run"), "problem")
-        assert value(look(f"{address}/run/a/run"), "step") == "1 of 4"
+        assert value(look(f"{address}/run/a/run"), "steps") == "1 of 4"

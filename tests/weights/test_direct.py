@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from midflight.engines.servers.command import INSIDE
 from midflight.errors import EngineError, EngineUnavailable, WeightsCorrupt
 from midflight.types import TensorSpec, TransferOrder, WeightManifest, WorkerState
-from midflight.weights.transports.collective import CollectivePublisher
+from midflight.weights.transports.broadcast import BroadcastPublisher
 from midflight.weights.transports.deltas import DeltaPublisher
 from midflight.weights.transports.direct import DirectFeed, DirectRound, RoundBroken, legs
 from midflight.weights.transports.rendezvous import Again, Join, Refused, Sent
@@ -113,29 +113,29 @@ class Workers:
 
     def __init__(self, count: int, *, width: int = 2) -> None:
         self.models = [Small(width) for _ in range(count)]
-        self.landings = [self._landing(model) for model in self.models]
+        self.buffers = [self._buffer(model) for model in self.models]
         self.said = count
         self.orders: list[TransferOrder] = []
 
-    def _landing(self, model: Small) -> Any:
+    def _buffer(self, model: Small) -> Any:
         def prepare(tensors: list[tuple[str, Tensor]]) -> Small:
             ready = midflight_direct.beside(model)
             ready.load_weights(tensors)
             return ready
 
-        return midflight_direct.Landing(prepare, lambda ready: midflight_direct.exchange(model, ready))
+        return midflight_direct.DoubleBuffer(prepare, lambda ready: midflight_direct.exchange(model, ready))
 
     def restart(self) -> None:
-        self.landings = [self._landing(model) for model in self.models]
+        self.buffers = [self._buffer(model) for model in self.models]
 
     async def states(self) -> Sequence[WorkerState]:
-        return msgspec.convert([landing.state() for landing in self.landings], tuple[WorkerState, ...])
+        return msgspec.convert([buffer.state() for buffer in self.buffers], tuple[WorkerState, ...])
 
     async def receive(self, order: TransferOrder) -> None:
         self.orders.append(order)
         try:
-            for index, landing in enumerate(self.landings):
-                landing.begin(msgspec.to_builtins(order), index=index, workers=self.said)
+            for index, buffer in enumerate(self.buffers):
+                buffer.begin(msgspec.to_builtins(order), index=index, workers=self.said)
         except ValueError as error:
             raise EngineError(str(error)) from error
 
@@ -143,8 +143,8 @@ class Workers:
         return all(torch.equal(m.head.weight, m.fused.weight) and bool((m.fused.weight == version).all()) for m in self.models)
 
     def take(self, version: int) -> None:
-        for landing in self.landings:
-            landing.take(version)
+        for buffer in self.buffers:
+            buffer.take(version)
 
 
 def tensors(version: int, width: int = 2) -> dict[str, Tensor]:
@@ -157,8 +157,8 @@ def deadline() -> float:
 
 
 @pytest.fixture
-def sender(deadline: float) -> Iterator[CollectivePublisher]:
-    with CollectivePublisher(bucket_bytes=20, quiet_seconds=0.02, deadline_seconds=deadline, transport="direct") as made:
+def sender(deadline: float) -> Iterator[BroadcastPublisher]:
+    with BroadcastPublisher(bucket_bytes=20, quiet_seconds=0.02, deadline_seconds=deadline) as made:
         yield made
 
 
@@ -167,7 +167,7 @@ async def bring_all(feeds: list[DirectFeed], manifest: WeightManifest, servers: 
     return await asyncio.gather(*(f.bring(manifest, s) for f, s in zip(feeds, servers, strict=True)), return_exceptions=True)
 
 
-def test_the_workers_of_all_servers_get_a_version_in_one_broadcast_and_swap_it_with_what_they_serve(sender: CollectivePublisher) -> None:
+def test_the_workers_of_all_servers_get_a_version_in_one_broadcast_and_swap_it_with_what_they_serve(sender: BroadcastPublisher) -> None:
     servers, feeds = [Workers(2), Workers(1)], [DirectFeed(), DirectFeed()]
 
     async def main() -> None:
@@ -187,7 +187,7 @@ def test_the_workers_of_all_servers_get_a_version_in_one_broadcast_and_swap_it_w
 
 
 def test_a_worker_that_dies_in_mid_broadcast_holds_up_nobody_and_leaves_what_is_served(
-    sender: CollectivePublisher, monkeypatch: pytest.MonkeyPatch
+    sender: BroadcastPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     servers, feeds = [Workers(1), Workers(2)], [DirectFeed(), DirectFeed()]
     parts = list[int]()
@@ -217,7 +217,7 @@ def test_a_worker_that_dies_in_mid_broadcast_holds_up_nobody_and_leaves_what_is_
 
 
 @pytest.mark.parametrize("deadline", [STOPPED_DEADLINE])
-def test_a_server_that_was_started_again_is_met_in_a_new_group_and_one_of_another_size_is_refused(sender: CollectivePublisher) -> None:
+def test_a_server_that_was_started_again_is_met_in_a_new_group_and_one_of_another_size_is_refused(sender: BroadcastPublisher) -> None:
     server, feed = Workers(2), DirectFeed()
 
     async def main() -> None:
@@ -240,7 +240,7 @@ def test_a_server_that_was_started_again_is_met_in_a_new_group_and_one_of_anothe
 def test_differences_come_straight_too_after_the_whole_version_where_a_worker_has_not_the_one_before() -> None:
     server, feed = Workers(2, width=40), DirectFeed()
     # 2 x 40 x 40 numbers of 4 bytes, in buckets of 6 400; of a difference every tensor has one frame.
-    inner = CollectivePublisher(bucket_bytes=6400, num_slots=6, quiet_seconds=0.02, deadline_seconds=DEADLINE, transport="direct")
+    inner = BroadcastPublisher(bucket_bytes=6400, num_slots=6, quiet_seconds=0.02, deadline_seconds=DEADLINE)
 
     async def bring(sender: DeltaPublisher, version: int) -> list[tuple[int, bool, bool]]:
         """What was ordered: of which version, whether as a difference, and whether to be served."""
@@ -256,7 +256,7 @@ def test_differences_come_straight_too_after_the_whole_version_where_a_worker_ha
         assert await bring(sender, 1) == [(1, False, True)]
         assert await bring(sender, 2) == [(1, False, False), (2, True, True)]  # only now it is known that there are differences
         assert await bring(sender, 3) == [(3, True, True)] and server.orders[0].num_bytes < 1000
-        server.landings[1]._kept[1][0] ^= 1  # a bit of the bytes that are kept is wrong: what comes of them is not version 4
+        server.buffers[1]._kept[1][0] ^= 1  # a bit of the bytes that are kept is wrong: what comes of them is not version 4
         assert await bring(sender, 4) == [(4, True, True), (1, False, False), (2, True, False), (3, True, False), (4, True, True)]
         assert await bring(sender, 5) == [(5, False, True)]
         assert await bring(sender, 6) == [(6, True, True)]
@@ -280,7 +280,7 @@ def test_what_was_exchanged_is_gone_with_its_last_user() -> None:
         gc.enable()
 
 
-def test_a_publisher_that_is_gone_is_an_error_at_once(sender: CollectivePublisher) -> None:
+def test_a_publisher_that_is_gone_is_an_error_at_once(sender: BroadcastPublisher) -> None:
     manifest = sender.publish(1, tensors(1))
     sender.close()
     with pytest.raises(EngineUnavailable, match="the publisher does not answer"):

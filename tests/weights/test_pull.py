@@ -23,13 +23,13 @@ from midflight.models import sizes
 from midflight.models.names import as_tensors
 from midflight.models.sizes import fingerprint_views
 from midflight.types import TensorSpec, WeightManifest
-from midflight.weights.transports import shares, swarm
-from midflight.weights.transports.files import check_readable
+from midflight.weights.transports import pull_publisher, swarm
+from midflight.weights.transports.bucket_server import SharedVersion
+from midflight.weights.transports.delta_receiver import DeltaReceiver
+from midflight.weights.transports.posted_files import check_readable
 from midflight.weights.transports.pull import PullReceiver
-from midflight.weights.transports.receive import DeltaReceiver
+from midflight.weights.transports.pull_publisher import PullPublisher
 from midflight.weights.transports.select import publisher, receiver
-from midflight.weights.transports.shares import PullPublisher
-from midflight.weights.transports.sharing import SharedVersion
 from midflight.weights.transports.swarm import AT_ONCE, MAX_KNOWN, STRIKES, Leaf, Transfer, bucketed, cut, place, root, sources_in
 
 from .fleets import sent
@@ -195,7 +195,7 @@ def test_leaves_that_are_not_every_byte_once_are_refused(tree: tuple[tuple[Leaf,
 
 
 def test_pieces_end_where_whole_tensors_are_cut_and_neighbours_fill_a_bucket():
-    assert list(cut(3, 40, 140)) == [(3, 40, 64), (3, 64, 128), (3, 128, 140)]
+    assert list(cut(40, 140)) == [(40, 64), (64, 128), (128, 140)]
     assert [[leaf.stop for leaf in bucket] for bucket in bucketed(leaves(30, 60, 124, 130))] == [[30, 60], [124], [130]]
 
 
@@ -333,7 +333,7 @@ class Rows:
 
 def test_ranks_give_away_their_own_rows_and_the_first_what_none_has_in_part(monkeypatch: pytest.MonkeyPatch, machine: Machine):
     """Of 7 rows two ranks have 3 and the third 1; of 2 rows the third has none."""
-    monkeypatch.setattr(shares, "DTensor", Rows)
+    monkeypatch.setattr(pull_publisher, "DTensor", Rows)
     whole = {"w": torch.randn(7, 9), "few": torch.randn(2, 3), "many": torch.arange(300).reshape(300, 1), "plain": torch.tensor(3.0)}
     said, met = [b"", b"", b""], threading.Barrier(3)
 
@@ -363,7 +363,7 @@ def test_ranks_give_away_their_own_rows_and_the_first_what_none_has_in_part(monk
 
 
 def test_a_tensor_that_ranks_have_in_other_parts_than_rows_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, sender: PullPublisher):
-    monkeypatch.setattr(shares, "DTensor", Rows)
+    monkeypatch.setattr(pull_publisher, "DTensor", Rows)
     columns = Rows(torch.ones(3, 3), 0)
     columns.placements = (Shard(1),)
     with pytest.raises(ConfigError, match=r"publishing 'w': ranks have it as .*, not by rows"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -9,23 +10,25 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 import torch
-from tests.folders import mode_of, umask
 from torch import Tensor
 
 from midflight.errors import ConfigError, NotSupported, RequestRejected, SlotBusy, WeightsCorrupt
 from midflight.models.names import as_tensors
 from midflight.types import TensorSpec
 from midflight.weights.manifest import ALIGNMENT, layout, set_aside, views
-from midflight.weights.transports.files import SHARED, FilePublisher, remove_stale
-from midflight.weights.transports.publish import Publisher
+from midflight.weights.transports import memory_files
+from midflight.weights.transports.memory_files import SHARED, remove_stale
+from midflight.weights.transports.publisher import Publisher
 from midflight.weights.transports.select import publisher, receiver
 from midflight.weights.transports.shared_memory import SharedMemoryPublisher
 
 from .fleets import sent
+from .posted import PostedFiles
 
 NAME = f"midflight-test-{os.getpid()}"
 
@@ -43,9 +46,15 @@ def tensors(version: int) -> dict[str, Tensor]:
     }
 
 
-@pytest.fixture(params=["shared_memory", "file"])
-def sender(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Publisher]:
-    with publisher(request.param, name=NAME, folder=tmp_path / "weights") as made:
+@pytest.fixture(params=["under /dev/shm", "in a folder", "posted"])
+def sender(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Publisher]:
+    if request.param == "posted":
+        made: Publisher = PostedFiles(tmp_path / "weights")
+    else:
+        made = publisher("shared_memory", name=NAME, folder=tmp_path / "weights")
+    if request.param == "in a folder":
+        monkeypatch.setattr(memory_files, "SHARED", tmp_path / "absent")
+    with made:
         yield made
 
 
@@ -53,7 +62,7 @@ def equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     return got.keys() == expected.keys() and all(torch.equal(got[n], t) and got[n].dtype == t.dtype for n, t in expected.items())
 
 
-# --- Both transports -------------------------------------------------------------------------------------------------
+# --- Versions that are files -------------------------------------------------------------------------------------------------
 
 
 def test_what_is_published_is_fetched_byte_for_byte(sender: Publisher):
@@ -80,7 +89,7 @@ def test_another_process_without_torch_fetches_and_verifies_it(sender: Publisher
 
 
 def test_the_fingerprint_does_not_depend_on_the_transport(tmp_path: Path):
-    with publisher("file", name=NAME, folder=tmp_path) as file, publisher("shared_memory", name=NAME, folder=tmp_path) as shared:
+    with PostedFiles(tmp_path) as file, publisher("shared_memory", name=NAME, folder=tmp_path) as shared:
         assert file.publish(1, tensors(1)).fingerprint == shared.publish(1, tensors(1)).fingerprint
         assert file.publish(2, tensors(2)).fingerprint != file.publish(3, tensors(3)).fingerprint
 
@@ -186,12 +195,12 @@ def test_files_of_killed_publishers_are_removed_and_those_of_living_ones_stay():
     left = Path(child.stdout.readline().strip())
     with SharedMemoryPublisher(NAME) as living:
         mine = Path(living.publish(1, tensors(1)).location)
-        assert remove_stale(NAME) == []
+        assert remove_stale(NAME, [SHARED]) == []
         child.send_signal(signal.SIGKILL)
         child.wait()
         child.stdout.close()
         assert left.exists()
-        assert remove_stale(NAME) == [left]
+        assert remove_stale(NAME, [SHARED]) == [left]
         assert mine.exists()
     assert list(SHARED.glob(f"{NAME}*")) == []
 
@@ -212,35 +221,65 @@ def test_closing_during_a_publication_hides_no_other_error_and_leaves_no_file(fu
     assert list(SHARED.glob(f"{NAME}*")) == []
 
 
-def test_without_room_the_next_folder_is_tried_and_then_the_remedy_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from midflight.weights.transports import shared_memory
+@pytest.fixture
+def small_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of 100 000 bytes in the place of /dev/shm."""
+    shared, reserved = tmp_path / "shm", os.posix_fallocate
+    shared.mkdir()
 
-    monkeypatch.setattr(shared_memory, "SHARED", tmp_path / "absent")
-    monkeypatch.setattr(shared_memory.tempfile, "gettempdir", lambda: str(tmp_path))
-    with SharedMemoryPublisher(NAME) as sender:
-        assert Path(sender.publish(1, tensors(1)).location).parent == tmp_path
-    with SharedMemoryPublisher(NAME, folder=tmp_path / "absent") as sender, pytest.raises(ConfigError, match="--shm-size"):
-        sender.publish(1, tensors(1))
+    def free() -> int:
+        return 100_000 - sum(path.stat().st_size for path in shared.iterdir())
 
+    def reserve(file: int, offset: int, length: int) -> None:
+        if Path(f"/proc/self/fd/{file}").readlink().parent == shared and length > free():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        reserved(file, offset, length)
 
-# --- Files -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_files_of_three_versions_are_kept_and_other_files_are_left_alone(tmp_path: Path):
-    (tmp_path / "model.safetensors").write_bytes(b"mine")
-    sender = FilePublisher(tmp_path)
-    for version in (1, 2, 3, 10):
-        sender.publish(version, tensors(version))
-    kept = ["00000002.safetensors", "00000003.safetensors", "00000010.safetensors"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == [*kept, "model.safetensors"]
-    sender.close()
-    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+    monkeypatch.setattr(memory_files, "SHARED", shared)
+    monkeypatch.setattr(memory_files.os, "posix_fallocate", reserve)
+    monkeypatch.setattr(memory_files.shutil, "disk_usage", lambda path: SimpleNamespace(free=free() if path == shared else 2**40))
+    return shared
 
 
-def test_an_engine_of_another_account_may_read_a_version_as_any_new_file(tmp_path: Path):
-    with umask(0o022), FilePublisher(tmp_path) as sender:
-        sender.publish(1, tensors(1))
-        assert [mode_of(path) for path in tmp_path.iterdir()] == [0o644]
+@pytest.mark.parametrize("full_every", [1, 3])
+def test_what_has_no_room_under_dev_shm_is_a_file_in_the_runs_folder(full_every: int, small_shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    folder = Path("run/weights")
+    with publisher("shared_memory", name=NAME, folder=folder, full_every=full_every) as sender:
+        small = {"w": torch.ones(4000)}
+        assert Path(sender.publish(1, small).location).parent == small_shared
+    large = {"w": torch.zeros(30_000)}
+    with publisher("shared_memory", name=NAME, folder=folder, full_every=full_every) as sender:
+        for version in (1, 2, 3, 4):
+            large["w"][version] += version
+            manifest = sender.publish(version, large)
+            monkeypatch.chdir("/")
+            assert equal(as_tensors(manifest.tensors, receiver().fetch(manifest)), large)
+            monkeypatch.chdir(tmp_path)
+            assert Path(manifest.location).parent == folder.absolute(), "an engine may have another working folder"
+            sender.release(version - 1)
+        assert remove_stale(NAME, [folder]) == [], "it is locked, as it would be under /dev/shm"
+    assert list(folder.iterdir()) == [] and list(small_shared.iterdir()) == []
+
+
+def test_room_for_what_servers_load_is_left_under_dev_shm(small_shared: Path, tmp_path: Path):
+    weights = {"w": torch.ones(4000)}  # three slots of 16 384 bytes leave 50 848
+    for spare, place in ((50_848, small_shared), (50_849, tmp_path / "weights")):
+        with publisher("shared_memory", name=NAME, folder=tmp_path / "weights", spare=spare) as sender:
+            assert Path(sender.publish(1, weights).location).parent == place
+    assert list(small_shared.iterdir()) == []
+
+
+def test_without_room_anywhere_the_remedies_are_named(small_shared: Path, tmp_path: Path):
+    (tmp_path / "weights").write_text("in the way")
+    weights = {"w": torch.zeros(30_000)}
+    remedies = r"No space left on device.*--shm-size\), or make room in .*weights"
+    with publisher("shared_memory", name=NAME, folder=tmp_path / "weights") as sender, pytest.raises(ConfigError, match=remedies):
+        sender.publish(1, weights)
+    assert list(small_shared.iterdir()) == []
+
+
+# --- The life of a version -------------------------------------------------------------------------------------------
 
 
 def test_the_version_that_is_live_can_be_fetched_while_one_is_handed_over_and_one_waits(sender: Publisher):
@@ -248,21 +287,6 @@ def test_the_version_that_is_live_can_be_fetched_while_one_is_handed_over_and_on
     for version in (2, 3):
         sender.publish(version, tensors(version))
     assert equal(as_tensors(live.tensors, receiver().fetch(live)), tensors(1))
-
-
-def test_a_file_is_named_so_that_it_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    with FilePublisher(Path("weights")) as sender:
-        manifest = sender.publish(1, tensors(1))
-        monkeypatch.chdir("/")
-        assert equal(as_tensors(manifest.tensors, receiver().fetch(manifest)), tensors(1))
-    assert list((tmp_path / "weights").iterdir()) == []
-
-
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
-    (tmp_path / "weights").write_text("a file")
-    with pytest.raises(ConfigError, match="writable folder"):
-        FilePublisher(tmp_path / "weights").publish(1, tensors(1))
 
 
 # --- Manifests -------------------------------------------------------------------------------------------------------
@@ -285,5 +309,7 @@ def test_a_manifest_that_makes_no_sense_is_refused_by_name(sender: Publisher):
 def test_unknown_transports_are_named_with_the_nearest():
     with pytest.raises(ConfigError, match="'shared_memory'"):
         publisher("shared-memory", name=NAME, folder=Path())
+    with pytest.raises(ConfigError, match="Known: direct, pull, shared_memory"):
+        publisher("file", name=NAME, folder=Path())
     with SharedMemoryPublisher(NAME) as sender, pytest.raises(NotSupported, match="'nccl'"):
         receiver().fetch(replace(sender.publish(1, tensors(1)), transport="nccl"))

@@ -140,7 +140,7 @@ def reader_of(folder: Path, config: Config | None = None) -> MessageReader:
 def config_of(folder: Path) -> Config:
     """The configuration of the run; the defaults if it cannot be read."""
     try:
-        return load_config(folder / "config.toml")
+        return load_config(folder / "config.toml", note=lambda _: None)
     except MidflightError:
         return Config()
 

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from midflight.archive.search import WordIndex
-from midflight.archive.stored import StoreReader, reading
+from midflight.archive.stored import GROUP_STATE, StoreReader, reading
 from midflight.errors import NoRun
 from midflight.observe.failures import failure_class
 from midflight.observe.history import read_journal
@@ -229,7 +229,7 @@ def conditions(wanted: GroupFilter) -> tuple[str, list[Value]]:
         parts.append("task_of(g.task) = ?")
         values.append(wanted.task)
     if wanted.fate:
-        parts.append("(g.state = ? OR g.state = 'dropped' AND g.reason = ?)")
+        parts.append(f"({GROUP_STATE} = ? OR g.state = 'dropped' AND g.reason = ?)")
         values += [wanted.fate, wanted.fate]
     if wanted.failure:
         parts.append(_having("r.reward IS NULL AND failure_of(r.error) = ?"))
@@ -415,7 +415,7 @@ def _failures(store: StoreReader) -> Mapping[str, int]:
 def _fates(store: StoreReader) -> Mapping[str, int]:
     counts: dict[str, int] = {}
     for state, reason, number in store.ask(
-        "SELECT state, reason, COUNT(*) FROM groups GROUP BY 1, 2 ORDER BY 1, 2"
+        f"SELECT {GROUP_STATE}, reason, COUNT(*) FROM groups g GROUP BY 1, 2 ORDER BY 1, 2"
     ):
         counts[state] = counts.get(state, 0) + number
         if reason:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import msgspec
 
+from midflight.observe.activity import stat_of
+
 LOCK = "lock"
 
 
@@ -47,11 +49,10 @@ def start_of(pid: int) -> str:
 
     It is empty too for a process that has ended and for which its parent has not waited yet.
     """
-    try:
-        state, *others = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return others[18] if state not in "ZX" else ""
-    except (OSError, ValueError, IndexError):
+    fields = stat_of(pid)
+    if not fields or fields[0] in "ZX":
         return ""
+    return fields[19]
 
 
 def _exists(pid: int) -> bool:

@@ -12,7 +12,7 @@ import msgspec
 from midflight.errors import RunGone
 from midflight.observe.history import JournalHistory
 from midflight.observe.lines import EvaluationLine, Line, StepLine, decode_line
-from midflight.observe.named import named
+from midflight.observe.metrics import metrics_of
 
 JOURNAL = "metrics.jsonl"
 MARK_BYTES = 64
@@ -119,7 +119,7 @@ class JournalReader:
         """
         points: list[tuple[int, float]] = []
         for line in self._measured():
-            values = named(line)
+            values = metrics_of(line)
             if name in values:
                 points.append((line.step, values[name]))
         return points
@@ -128,7 +128,7 @@ class JournalReader:
         """The names of everything that was measured in some step or evaluation, in order."""
         found = set[str]()
         for line in self._measured():
-            found.update(named(line))
+            found.update(metrics_of(line))
         return sorted(found)
 
     def _measured(self) -> Iterator[StepLine | EvaluationLine]:

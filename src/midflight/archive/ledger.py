@@ -3,11 +3,11 @@ they agree with the run's own books.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from midflight.archive.stored import StoreReader, reading
+from midflight.archive.stored import GROUP_STATE, StoreReader, reading
 from midflight.trajectories.database import State, decode_turn
 from midflight.types import Accounts, Fate, Reason
 
@@ -59,6 +59,60 @@ class Ledger:
     def balanced(self) -> bool:
         return not self.mistakes
 
+    @property
+    def balance(self) -> str:
+        """Says whether the sums agree, and if not, what is wrong."""
+        if self.mistakes:
+            return f"it does not add up: {'; '.join(self.mistakes)}"
+        received = self.accounts.received_tokens
+        return f"it balances: each of {received:,} tokens is in one place"
+
+    @property
+    def places(self) -> list[tuple[Fate, Reason | None]]:
+        """Everything that became of some tokens, in the order of fates."""
+        order = list(Fate)
+        found = set[tuple[Fate, Reason | None]]()
+        for line in self.sources:
+            found.update(line.tokens)
+        return sorted(found, key=lambda place: (order.index(place[0]), place[1] or ""))
+
+    def token_rows(self) -> Iterator[tuple[str, ...]]:
+        """Yields the lines of a table: a place, the tokens there of each source and of all, and
+        what they are.
+        """
+        received = [line.received for line in self.sources]
+        yield _row("received", received, "by rollouts that have ended")
+        for place in self.places:
+            _, reason = place
+            counts = [line.tokens.get(place, 0) for line in self.sources]
+            yield _row(place_name(place), counts, MEANINGS[reason] if reason else "")
+        blank = [""] * len(self.sources)
+        what = "completed turns of rollouts that go on"
+        yield "in flight", *blank, f"{self.in_flight:,}", what
+
+    def groups(self) -> Mapping[str, int]:
+        """The number of groups by their fate; those that were dropped by the reason too."""
+        accounts = self.accounts
+        found = {
+            "submitted": accounts.submitted,
+            "trained": accounts.trained,
+            "waiting": accounts.waiting,
+            "leased": accounts.leased,
+            "running": accounts.running,
+        }
+        for reason, number in accounts.dropped.items():
+            found[f"dropped: {reason}"] = number
+        return found
+
+
+def _row(name: str, counts: Sequence[int], meaning: str) -> tuple[str, ...]:
+    return name, *(f"{count:,}" for count in counts), f"{sum(counts):,}", meaning
+
+
+def place_name(place: tuple[Fate, Reason | None]) -> str:
+    fate, reason = place
+    return fate.value if reason is None else f"{fate}: {reason}"
+
 
 def ledger_of(folder: Path) -> Ledger:
     """The ledger of one moment, also while the run goes on."""
@@ -89,16 +143,13 @@ def _sources(store: StoreReader) -> tuple[LedgerLine, ...]:
 
 
 def _accounts(store: StoreReader, total: Mapping[tuple[Fate, Reason | None], int]) -> Accounts:
-    """Returns the accounts of the run. A group whose step was made counts as trained, in a
-    checkpoint or not. A group that will run again counts with its next try.
-    """
+    """Returns the accounts of the run. A group that will run again counts with its next try."""
     groups = Counter[str]()
     dropped = Counter[str]()
-    for state, reason, done, number in store.ask(
-        "SELECT state, reason, COALESCE(done, 0), COUNT(*) FROM groups LEFT JOIN leases USING "
-        "(lease) GROUP BY 1, 2, 3"
+    for state, reason, number in store.ask(
+        f"SELECT {GROUP_STATE}, reason, COUNT(*) FROM groups g GROUP BY 1, 2"
     ):
-        groups[State.TRAINED if done else state] += number
+        groups[state] += number
         if state == State.DROPPED:
             dropped[reason] += number
     del groups[State.IN_LINE]

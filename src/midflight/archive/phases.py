@@ -1,29 +1,18 @@
-"""The phases of a run, with the side that bounded each stretch of its training, by how much, and
-which option to change.
-
-For a finished run as a whole, its summary says this. A stretch is judged by its timeline: the
-trainer is busy while it makes a step, an engine while any request is placed on it. A slot of an
-engine is busy while an answer grows, from its first token to its end, and not while a request
-queues.
+"""The phases of a run, with the side that bounded each stretch of its training, by how much, and who
+waited for whom. They are differences between the lines of its journal.
 """
 
-import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from itertools import pairwise
 
-from midflight.archive.times import slots_used
-from midflight.archive.trace import merged
-from midflight.config import derived, load_config
-from midflight.config.cores import CoreUse, core_use
-from midflight.errors import MidflightError
-from midflight.observe import timeline
 from midflight.observe.bottleneck import find_bottleneck
-from midflight.observe.machine import processors_of
+from midflight.observe.history import JournalHistory
+from midflight.observe.lines import StepLine
 from midflight.observe.readable import busy_words
 from midflight.observe.status import Bound
-from midflight.types import Kind, TurnTimes
+from midflight.observe.summary import Summary
 
 STRETCHES = 3
 """The training is cut into a beginning, a middle and an end, which show a run that changes
@@ -35,23 +24,17 @@ MIN_STEPS = 2
 
 @dataclass(frozen=True, slots=True)
 class RunPhase:
-    """A part of a run, in seconds since it began."""
+    """A part of a run."""
 
     name: str
-    began: float
-    ended: float
+    seconds: float
     steps: int = 0
     engine_busy: float | None = None
     trainer_busy: float | None = None
     slots_used: float | None = None
     bound: Bound = Bound.UNKNOWN
-    advice: str = ""
-    waits: dict[str, float] = field(default_factory=dict[str, float])
+    waits: Mapping[str, float] = field(default_factory=dict[str, float])
     """Seconds by the side that waited and the side that it waited for."""
-
-    @property
-    def seconds(self) -> float:
-        return self.ended - self.began
 
     @property
     def verdict(self) -> str:
@@ -66,111 +49,77 @@ class RunPhase:
         return f"{self.bound}: {busy}"
 
 
-def phases_of(folder: Path, *, seconds: float | None = None) -> list[RunPhase]:
-    """The phases of a run. It is empty if the run has no timeline. `seconds` is the time of the
-    whole run, including the time before and after its rollout process.
+def phases_of(past: JournalHistory, summary: Summary) -> list[RunPhase]:
+    """The phases of the last start of a run, whose journal and summary are given. It is empty if
+    the run has not trained.
     """
-    lines = timeline.read_timeline(folder / timeline.TIMELINE)
-    room = room_of(folder)
-    rollouts = [line for line in lines if isinstance(line, timeline.RolloutTimed)]
-    steps = [line for line in lines if isinstance(line, timeline.StepTimed)]
-    steps.sort(key=lambda step: step.ended)
-    if not rollouts:
+    steps = past.newest_start
+    if not steps or not summary.training_seconds:
         return []
-    begin = min(rollout.began for rollout in rollouts)
-    found: list[RunPhase] = []
-    training = [rollout.began for rollout in rollouts if rollout.of is Kind.TRAINING]
-    first = min(training, default=max(rollout.ended for rollout in rollouts))
-    if first > begin:
-        found.append(RunPhase("evaluation before", begin, first))
-    if steps:
-        found += _stretches(lines, steps, first, room)
-        scored = [line.at for line in lines if isinstance(line, timeline.ScoreTimed)]
-        last = max(scored, default=0.0)
-        if last > steps[-1].ended:
-            found.append(RunPhase("evaluation after", steps[-1].ended, last))
-    counted = found[-1].ended - begin if found else 0.0
-    rest = max(begin, (seconds or 0.0) - counted)
-    return [RunPhase("start, warm start and end", 0.0, rest), *found]
+    rest = RunPhase(
+        "start, warm start, evaluations and end", summary.seconds - summary.training_seconds
+    )
+    training = RunPhase(
+        "training",
+        summary.training_seconds,
+        len(steps),
+        summary.engine_busy,
+        summary.trainer_busy,
+        summary.slots_used,
+        summary.bound,
+        summary.waits,
+    )
+    return [rest, training, *_stretches(steps)]
 
 
-@dataclass(frozen=True, slots=True)
-class RunCapacity:
-    """The slots and cores that the run had."""
-
-    slots: int | None = None
-    """The number of requests that may decode together: the slots of the engines, or the rollouts
-    that may run if these are fewer.
-    """
-    cores: CoreUse = field(default_factory=CoreUse)
-
-
-def room_of(folder: Path) -> RunCapacity:
-    """Reads the room from the configuration of the run in this folder. If that cannot be read,
-    every field of the result is unknown.
-    """
-    try:
-        config = load_config(folder / "config.toml")
-    except MidflightError:
-        return RunCapacity()
-    cores = processors_of(folder)
-    slots = min(derived.engine_slots(config), derived.in_flight(config))
-    return RunCapacity(slots, CoreUse() if cores is None else core_use(config, cores))
-
-
-def _stretches(
-    lines: Sequence[timeline.Timed],
-    steps: Sequence[timeline.StepTimed],
-    began: float,
-    room: RunCapacity,
-) -> Iterator[RunPhase]:
-    """Judges the training as a whole, and its stretches if there are enough steps."""
-    yield _judged("training", lines, steps, began, room)
+def _stretches(steps: Sequence[StepLine]) -> Iterator[RunPhase]:
+    """Judges the stretches of the training if there are enough steps."""
     each = len(steps) // STRETCHES
     if each < MIN_STEPS:
         return
     edges = [each * number for number in range(STRETCHES)]
     edges.append(len(steps))
-    for first, behind in itertools.pairwise(edges):
-        since = began if first == 0 else steps[first - 1].ended
-        name = f"steps {steps[first].version} to {steps[behind - 1].version}"
-        yield _judged(name, lines, steps[first:behind], since, room)
+    for first, behind in pairwise(edges):
+        before = steps[first - 1] if first else None
+        yield _stretch(before, steps[first:behind])
 
 
-def _judged(
-    name: str,
-    lines: Sequence[timeline.Timed],
-    steps: Sequence[timeline.StepTimed],
-    began: float,
-    room: RunCapacity,
-) -> RunPhase:
-    ended = steps[-1].ended
-    turns: list[TurnTimes] = []
-    for line in lines:
-        if isinstance(line, timeline.RolloutTimed):
-            turns += [turn for turn in line.turns if turn.placed]
-    engine = _share(((turn.placed[0][1], turn.ended) for turn in turns), began, ended)
-    trainer = _share(((step.began, step.ended) for step in steps), began, ended)
+def _stretch(before: StepLine | None, steps: Sequence[StepLine]) -> RunPhase:
+    """The stretch of these steps, which begins with the end of the step `before` them, or with the
+    training phase.
+    """
+    last = steps[-1]
+    seconds = last.training_seconds
+    if before is not None:
+        seconds -= before.training_seconds
+
+    def share(name: str) -> float | None:
+        """The share of the stretch, from the shares of the phase up to its two ends."""
+        value: float | None = getattr(last, name)
+        if value is None or seconds <= 0:
+            return None
+        busy = value * last.training_seconds
+        if before is not None:
+            busy -= (getattr(before, name) or 0.0) * before.training_seconds
+        return min(1.0, max(0.0, busy / seconds))
+
     waits = defaultdict[str, float](float)
-    for line in lines:
-        if isinstance(line, timeline.WaitTimed):
-            seconds = max(0.0, min(line.ended, ended) - max(line.began, began))
-            waits[f"{line.who} for {line.for_whom}"] += seconds
-    used = slots_used(turns, began, ended, slots=room.slots)
-    bound, advice = find_bottleneck(
-        engine_busy=engine, trainer_busy=trainer, slots_used=used, cores=room.cores
+    for line in steps:
+        for who, waited in (line.waits or {}).items():
+            waits[who] += waited
+    engine_busy = share("engine_busy")
+    trainer_busy = share("trainer_busy")
+    slots_used = share("slots_used")
+    bound, _ = find_bottleneck(
+        engine_busy=engine_busy, trainer_busy=trainer_busy, slots_used=slots_used
     )
-    longest = sorted((item for item in waits.items() if item[1] > 0), key=lambda item: -item[1])
     return RunPhase(
-        name, began, ended, len(steps), engine, trainer, used, bound, advice, dict(longest)
+        f"steps {steps[0].step} to {last.step}",
+        seconds,
+        len(steps),
+        engine_busy,
+        trainer_busy,
+        slots_used,
+        bound,
+        dict(sorted(waits.items(), key=lambda item: -item[1])),
     )
-
-
-def _share(spans: Iterable[tuple[float, float]], began: float, ended: float) -> float | None:
-    """The share of the time between `began` and `ended` that some span covers."""
-    if ended <= began:
-        return None
-    covered = 0.0
-    for since, until in merged(spans):
-        covered += max(0.0, min(until, ended) - max(since, began))
-    return min(1.0, covered / (ended - began))

@@ -17,11 +17,13 @@ from typing import Any, cast
 from midflight.archive.holder import holder_of
 from midflight.archive.journal import JOURNAL, JournalReader, read_folder
 from midflight.errors import NoRun, RunGone
+from midflight.observe.figures import figures
+from midflight.observe.readable import duration, number
+from midflight.observe.summary import Summary, summary_of
 from midflight.trajectories.pairs import STORE
 from midflight.types import Json
 
 CONFIG = "config.toml"
-SUMMARY = "summary.json"
 MAX_DEPTH = 3
 """The depth of a search in folders: `runs/team/name` is found from the folder of `runs`, and no
 whole disk is read.
@@ -43,23 +45,54 @@ class RunCondition(StrEnum):
     """The process that held the folder died without giving it back."""
 
 
+COLUMNS = ("run", "state", "steps", "reward", "held out", "time", "started")
+"""The columns of a table of runs."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunDescription:
-    """A run in a line of a table."""
+    """A run with its figures, as tables and pages show it."""
 
     name: str
     condition: RunCondition
-    step: int
-    steps: int | None
+    max_steps: int | None
     """The number of steps that were asked for, or None if the configuration does not say."""
     reward: float | None
     """Mean reward of the training rollouts since the step before the last."""
-    heldout: float | None
-    """Mean reward on the held-out tasks of the first source, in its last evaluation."""
     started: str
     """The local time of the last start."""
-    seconds: float
-    """The seconds that it had run when its last line was written, over all its starts."""
+    summary: Summary
+
+    @property
+    def steps(self) -> str:
+        """`2 of 4`."""
+        made = f"{self.summary.steps:,}"
+        return made if self.max_steps is None else f"{made} of {self.max_steps:,}"
+
+    @property
+    def heldout(self) -> float | None:
+        """Mean reward on the held-out tasks of the first source, in its last evaluation."""
+        source = self.summary.sources.get(self.summary.primary or "")
+        return None if source is None else source.heldout_newest
+
+    def cells(self) -> tuple[str, ...]:
+        """The run in a line of a table, under `COLUMNS` without the first."""
+        return (
+            self.condition.value,
+            self.steps,
+            number(self.reward),
+            number(self.heldout),
+            duration(self.summary.seconds),
+            self.started,
+        )
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """Yields label and text of everything that a page says of the run in numbers."""
+        yield "state", self.condition.value
+        yield "steps", self.steps
+        yield "version", str(self.summary.version)
+        yield "reward, last step", number(self.reward)
+        yield from figures(self.summary)
 
 
 @dataclass(frozen=True)
@@ -102,22 +135,16 @@ class ArchivedRun:
     def describe(self) -> RunDescription:
         past = self.journal().past
         config = self.config().get("run", {})
-        step = past.steps[-1].step if past.steps else 0
+        summary = summary_of(self.folder, past)
         rewards = [line.reward for line in past.steps if line.reward is not None]
-        heldout = None
-        for line in past.evaluations:
-            if line.source == past.evaluations[0].source:
-                heldout = line.mean_reward
-        steps = cast("int | None", config.get("steps"))
+        max_steps = cast("int | None", config.get("steps"))
         return RunDescription(
             name=str(config.get("name") or self.folder.name),
-            condition=self.condition(step, steps),
-            step=step,
-            steps=steps,
+            condition=self.condition(summary.steps, max_steps),
+            max_steps=max_steps,
             reward=rewards[-1] if rewards else None,
-            heldout=heldout,
             started=_started(self.folder),
-            seconds=past.seconds,
+            summary=summary,
         )
 
     def condition(self, step: int, steps: int | None) -> RunCondition:

@@ -1,7 +1,6 @@
 """Conversations and the ledger of a run as text, for terminals."""
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,13 +8,13 @@ from rich.table import Table
 
 from midflight.archive.conversation import ConversationView
 from midflight.archive.groups import GroupFilter, conditions
-from midflight.archive.ledger import MEANINGS, Ledger
+from midflight.archive.ledger import Ledger
 from midflight.archive.messages import RecordedMessage
 from midflight.archive.stored import reading
 from midflight.errors import NoRun
 from midflight.observe.completions import cut, indented
 from midflight.observe.readable import number as as_text
-from midflight.types import Fate, GroupKey, Kind, Reason, RolloutKey, Version
+from midflight.types import GroupKey, Kind, RolloutKey, Version
 
 _MARKS = {"system": "#", "user": ">", "assistant": "<", "tool": "="}
 
@@ -113,39 +112,9 @@ def ledger_table(ledger: Ledger) -> Table:
     sources = [line.source for line in ledger.sources]
     blank = [""] * len(sources)
     table = Table("tokens", *sources, "all", "", box=None)
-    received = [line.received for line in ledger.sources]
-    table.add_row("generated", *_with_sum(received), "by rollouts that have ended")
-    for fate, reason in _places(ledger):
-        numbers = [line.tokens.get((fate, reason), 0) for line in ledger.sources]
-        if reason:
-            table.add_row(f"  {fate}: {reason}", *_with_sum(numbers), MEANINGS[reason])
-        else:
-            table.add_row(f"  {fate}", *_with_sum(numbers), "")
-    in_flight = f"{ledger.in_flight:,}"
-    table.add_row("in flight", *blank, in_flight, "completed turns of rollouts that go on")
-    accounts = ledger.accounts
-    groups = {
-        "trained": accounts.trained,
-        "waiting": accounts.waiting,
-        "leased": accounts.leased,
-        "running": accounts.running,
-    }
-    for reason, number in accounts.dropped.items():
-        groups[f"dropped: {reason}"] = number
-    table.add_row("groups", *blank, f"{accounts.submitted:,}", "")
-    for name, number in groups.items():
-        table.add_row(f"  {name}", *blank, f"{number:,}", "")
+    for row in ledger.token_rows():
+        table.add_row(*row)
+    table.add_row("groups")
+    for name, number in ledger.groups().items():
+        table.add_row(name, *blank, f"{number:,}", "")
     return table
-
-
-def _places(ledger: Ledger) -> list[tuple[Fate, Reason | None]]:
-    """Every place where tokens of some source are, in the order of the fates."""
-    found = set[tuple[Fate, Reason | None]]()
-    for line in ledger.sources:
-        found.update(line.tokens)
-    fates = list(Fate)
-    return sorted(found, key=lambda place: (fates.index(place[0]), place[1] or ""))
-
-
-def _with_sum(numbers: Sequence[int]) -> list[str]:
-    return [f"{number:,}" for number in numbers] + [f"{sum(numbers):,}"]

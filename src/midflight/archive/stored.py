@@ -21,6 +21,13 @@ from midflight.types import GroupKey, Kind, RolloutKey, Task
 
 Decoded = TypeVar("Decoded")
 
+GROUP_STATE = (
+    "CASE WHEN g.lease IN (SELECT lease FROM leases WHERE done) THEN 'trained' ELSE g.state END"
+)
+"""The state of a group `g` in SQL. A group whose step was made counts as trained, in a checkpoint or
+not.
+"""
+
 
 class StoreReader:
     """One look at a store. It is a transaction of its own, so that all its answers belong to one
@@ -156,8 +163,8 @@ def _missing(folder: Path, kind: Kind) -> MidflightError:
         )
     if kind is Kind.EVALUATION:
         return NoRun(
-            f"{folder} has no conversations of evaluations: there was none yet, or evaluation.keep "
-            f"was 0 (there is no {HELDOUT})."
+            f"{folder} has no conversations of evaluations: there was none yet (there is no "
+            f"{HELDOUT})."
         )
     return NoRun(
         f"{folder} has no rollouts: there is no {STORE} in it. Give the folder of a run that has "

@@ -9,14 +9,13 @@ from collections import Counter, defaultdict
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
 from midflight.archive.journal import Tail
-from midflight.observe.rolling import Spans, common_length
+from midflight.observe.rolling import Spans
 from midflight.observe.timeline import (
     TIMELINE,
     CommitTimed,
@@ -26,7 +25,7 @@ from midflight.observe.timeline import (
     Timed,
     WaitTimed,
 )
-from midflight.types import Kind, TurnTimes
+from midflight.types import Kind, Version
 
 NEWEST_BYTES = 4 * 2**20
 """The number of bytes that are read of a long timeline, and of each earlier part of it: about ten
@@ -244,56 +243,16 @@ def engine_spans(rollouts: Iterable[RolloutTimed], *, gap: float = 0.0) -> dict[
     return dict(sorted(found.items()))
 
 
-@dataclass(frozen=True, slots=True)
-class BusyShares:
-    """Shares of the time from the beginning of the first step to the end of the last. They are None
-    if that time is empty.
+def handover_seconds(commits: Iterable[CommitTimed]) -> dict[Version, tuple[float, float]]:
+    """Returns the seconds that it took to bring each version to the engines, and the seconds that
+    they stood still for it. Both are those of the slowest engine, as in the journal.
     """
-
-    engines: float | None = None
-    """The share in which some engine had a request."""
-    trainer: float | None = None
-    both: float | None = None
-    slots: float | None = None
-    """The mean share of the slots that decoded a request."""
-
-
-def busy_shares(times: Times, *, slots: int | None = None) -> BusyShares:
-    """`slots` is the number of requests that all engines may decode together."""
-    if not times.steps:
-        return BusyShares()
-    begin = times.steps[0].began
-    end = max(step.ended for step in times.steps)
-    seconds = end - begin
-    if seconds <= 0:
-        return BusyShares()
-    engines = Spans()
-    trainer = Spans()
-    for spans in engine_spans(times.rollouts).values():
-        for started, ended in zip(spans.starts, spans.ends, strict=True):
-            engines.add(max(begin, started), min(end, ended))
-    for step in times.steps:
-        trainer.add(step.began, step.ended)
-    both = common_length(engines, trainer) / seconds
-    turns: list[TurnTimes] = []
-    for rollout in chain(times.rollouts, times.evaluated):
-        turns += rollout.turns
-    used = slots_used(turns, begin, end, slots=slots)
-    return BusyShares(engines.length() / seconds, trainer.length() / seconds, both, used)
-
-
-def slots_used(
-    turns: Iterable[TurnTimes], began: float, ended: float, *, slots: int | None
-) -> float | None:
-    """The share of the slots' time between `began` and `ended` in which an answer grew."""
-    if not slots or ended <= began:
-        return None
-    grew = 0.0
-    for turn in turns:
-        if turn.sampled:
-            first_token = turn.sampled[0][1]
-            grew += max(0.0, min(turn.ended, ended) - max(first_token, began))
-    return min(1.0, grew / (slots * (ended - began)))
+    found: dict[Version, tuple[float, float]] = {}
+    for commit in commits:
+        stage, pause = found.get(commit.version, (0.0, 0.0))
+        longest = max(stage, commit.stage_seconds), max(pause, commit.pause_seconds)
+        found[commit.version] = longest
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,18 +9,20 @@ and an agent's work between two answers, which only the agent knows.
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from midflight.archive.runs import open_run
+from midflight.archive.times import engine_spans
 from midflight.errors import ConfigError
 from midflight.observe import timeline
 from midflight.observe.atomic_write import write_whole
 from midflight.observe.history import JournalHistory
 from midflight.observe.lines import AlarmLine
+from midflight.observe.rolling import Spans
 from midflight.types import Json, Kind, TurnTimes
 
 RUN, TRAINER, ENGINES, EVALUATIONS, WAITS, ROLLOUTS, EVALUATED = range(1, 8)
@@ -188,7 +190,7 @@ class TraceBuilder:
             )
 
     def _engines(self) -> Iterator[TraceEvent]:
-        busy = self._busy()
+        busy = engine_spans(self._rollouts)
         changes: defaultdict[str, list[timeline.EngineTimed]] = defaultdict(list)
         for line in self._lines:
             if isinstance(line, timeline.EngineTimed):
@@ -199,7 +201,7 @@ class TraceBuilder:
             handovers = (ENGINES, 2 * number + 2)
             yield from _named(work, f"{engine}: generating")
             yield from _named(handovers, f"{engine}: handovers")
-            for began, ended in merged(busy[engine]):
+            for began, ended in busy.get(engine, Spans()):
                 yield slice_of("generating", work, began, ended)
             yield from self._handovers(engine, handovers)
             for change in changes[engine]:
@@ -207,17 +209,6 @@ class TraceBuilder:
                     yield instant_of(change.event or "back", work, change.at)
                 else:
                     yield instant_of(change.event or "lost", work, change.at, why=change.lost)
-
-    def _busy(self) -> defaultdict[str, list[tuple[float, float]]]:
-        """The spans in which each engine had a request."""
-        busy: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-        for rollout in self._rollouts:
-            for turn in rollout.turns:
-                ends = [at for _, at in turn.placed[1:]]
-                ends.append(turn.ended)
-                for (engine, placed), until in zip(turn.placed, ends, strict=True):
-                    busy[engine].append((placed, until))
-        return busy
 
     def _handovers(self, engine: str, track: tuple[int, int]) -> Iterator[TraceEvent]:
         free = 0.0
@@ -250,13 +241,13 @@ class TraceBuilder:
                 last = score.at
 
     def _waits(self) -> Iterator[TraceEvent]:
-        waits: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+        waits: defaultdict[str, Spans] = defaultdict(Spans)
         for line in self._lines:
             if isinstance(line, timeline.WaitTimed):
-                waits[f"{line.who} for {line.for_whom}"].append((line.began, line.ended))
+                waits[f"{line.who} for {line.for_whom}"].add(line.began, line.ended)
         for number, (name, spans) in enumerate(sorted(waits.items()), start=1):
             yield from _named((WAITS, number), name)
-            for began, ended in merged(spans):
+            for began, ended in spans:
                 yield slice_of("waits", (WAITS, number), began, ended)
 
     # --- Rollouts ---
@@ -358,20 +349,6 @@ def phases(turn: TurnTimes, *, began: float, ended: float) -> Iterator[tuple[str
         until = min(until, ended)
         if until > since:
             yield name, since, until
-
-
-def merged(spans: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """The spans in order, joined where they touch."""
-    begun: tuple[float, float] | None = None
-    for since, until in sorted(spans):
-        if begun is not None and since <= begun[1]:
-            begun = begun[0], max(begun[1], until)
-            continue
-        if begun is not None:
-            yield begun
-        begun = since, until
-    if begun is not None:
-        yield begun
 
 
 def _fates(lines: Sequence[timeline.Timed]) -> Mapping[tuple[int, ...], _GroupEnd]:

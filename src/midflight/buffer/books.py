@@ -40,6 +40,9 @@ FOR_TASKS = "tasks"
 them may take as long as it likes.
 """
 
+MAX_REQUEUES = 1
+"""How often a task is tried again under the `requeue` policy, before it is dropped."""
+
 
 class Books:
     """The accounts of all groups, and the decisions on them: which group may start, is overdue, or
@@ -155,8 +158,8 @@ class Books:
         # With less than a batch open it would wait for a step that cannot come.
         if self.num_bytes >= limits.buffer_bytes and open_groups >= limits.groups_per_step:
             detail = (
-                f"finished rollouts hold {self.num_bytes} bytes, buffer_bytes is "
-                f"{limits.buffer_bytes}"
+                f"finished rollouts hold {self.num_bytes} bytes of {limits.buffer_bytes} that "
+                "they may"
             )
             return Wait("trainer", detail)
         running = self.num_running_rollouts
@@ -226,7 +229,7 @@ class Books:
             if finished.oldest >= floor:
                 continue
             if limits.policy is StalePolicy.REQUEUE:
-                again = key.attempt < limits.requeues
+                again = key.attempt < MAX_REQUEUES
                 reason = Reason.REQUEUED if again else Reason.STALE
                 closed.append(self.closing(key, reason, again=again))
             elif finished.at(floor, limits.policy).group.oldest_version is None:

@@ -53,7 +53,6 @@ class Limits:
     buffer_groups: int
     buffer_bytes: int
     min_group_size: int
-    requeues: int
     drop_zero_spread: bool
 
 

@@ -93,7 +93,7 @@ def train(
 
     put_back_at(config, resume=resume)
     checked_config = configurations.config_of_run(
-        config, [*(overrides or []), *_observed(log_format, samples=samples)], folder
+        config, [*(overrides or []), *_observed(log_format, samples=samples)], folder, stored=resume
     )
     configurations.check_engine(checked_config)
     configurations.check_sizes(checked_config)

@@ -22,7 +22,7 @@ from midflight.errors import ConfigError
 from midflight.models.gguf_folders import model_folder
 from midflight.models.sizes import sizes_of
 from midflight.run.endpoint import TOKEN_VARIABLE
-from midflight.run.launcher.folder import CONFIG
+from midflight.run.launcher.folder import CONFIG, is_stored
 from midflight.run.launcher.folder_checks import check_run_folder
 from midflight.run.launcher.measurements import ModelMeasurements
 from midflight.run.launcher.preflight import Findings
@@ -34,19 +34,26 @@ values for it.
 """
 
 
-def config_of_run(path: Path, overrides: Sequence[str], folder: Path | None) -> Config:
+def config_of_run(
+    path: Path, overrides: Sequence[str], folder: Path | None, *, stored: bool = False
+) -> Config:
     """The configuration in a file, with the models that it names."""
-    config = config_of_file(path, overrides, folder)
+    config = config_of_file(path, overrides, folder, stored=stored)
     model_sizes(config.model)
     check_teacher(config)
     return config
 
 
-def config_of_file(path: Path | None, overrides: Sequence[str], folder: Path | None) -> Config:
-    """The configuration in a file. `folder` is the run's folder, if it is not that of the file."""
+def config_of_file(
+    path: Path | None, overrides: Sequence[str], folder: Path | None, *, stored: bool = False
+) -> Config:
+    """The configuration in a file. `folder` is the run's folder, if it is not that of the file.
+    `stored`: it is that of a run that was there before, in which values that are gone are read as
+    their replacements, with a note.
+    """
     if folder is not None:
         overrides = [*overrides, f"run.folder={folder}"]
-    return load_config(path, overrides)
+    return load_config(path, overrides, note=to_terminal if stored else None)
 
 
 def config_of_folder(folder: Path) -> Config:
@@ -56,7 +63,7 @@ def config_of_folder(folder: Path) -> Config:
         raise ConfigError(
             f"{folder} has no {CONFIG}, so there is no run in it; give the folder of a run."
         )
-    return config_of_file(folder / CONFIG, [], folder)
+    return config_of_file(folder / CONFIG, [], folder, stored=True)
 
 
 def config_of_evaluation(
@@ -67,7 +74,7 @@ def config_of_evaluation(
     """
     put_back_at(model, path)
     check_tokenizer(model)
-    config = config_of_file(path, overrides, folder)
+    config = config_of_file(path, overrides, folder, stored=is_stored(path))
     if not any(source.has_heldout for source in config.environment.sources):
         raise ConfigError(
             f"{path}: no source holds tasks out, so there is nothing to evaluate on; set "
@@ -131,7 +138,7 @@ def check_places(config: Config) -> None:
     Nothing is started, and the cluster stays connected.
     """
     if config.cluster.kind == "ray":
-        from midflight.run.launcher.ending import main_task
+        from midflight.run.launcher.shutdown import main_task
         from midflight.run.places.checks import check_cluster
         from midflight.run.places.ray import connect
 

@@ -28,8 +28,8 @@ def front(
     """One address for a run with several gateways: each request goes to the one whose session it
     names.
     """
-    from midflight.run.launcher.ending import main_task
     from midflight.run.launcher.front import Front, gateways_of
+    from midflight.run.launcher.shutdown import main_task
     from midflight.wire.server import listen
 
     urls = gateways_of(run)

@@ -278,7 +278,7 @@ def _server(name: str, python: str) -> str | None:
 
 def machine() -> Iterator[Finding]:
     from midflight.config.derived import machine_bytes
-    from midflight.weights.transports.files import SHARED
+    from midflight.weights.transports.memory_files import SHARED
 
     cores = os.cpu_count() or 1
     allowed = cores
@@ -300,8 +300,7 @@ def machine() -> Iterator[Finding]:
         yield Finding(
             Severity.NOTE,
             "shared memory",
-            f"there is no {SHARED}",
-            'set weights.transport = "file"',
+            f"there is no {SHARED}: versions of weights lie in the run's folder",
         )
     try:
         with tempfile.TemporaryFile():
@@ -457,7 +456,9 @@ def _run(path: Path | None, overrides: Sequence[str]) -> Iterator[Finding]:
                 Severity.FINE, "a default run", "devices, disk, shared memory and port are there"
             )
         return
-    config = configurations.config_of_run(path, overrides, None)
+    config = configurations.config_of_run(
+        path, overrides, None, stored=configurations.is_stored(path)
+    )
     if config.model.path is not None:
         yield from model(config.model.path)
     configurations.check_engine(config)

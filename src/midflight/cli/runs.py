@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from midflight.cli.options import Debug
 
-if TYPE_CHECKING:
-    from midflight.archive.runs import ArchivedRun
-    from midflight.observe.journal import JournalHistory
-
 UNSET = "(unset)"
-_TOTALS = {
-    "oldest trained token": "max_token_staleness",
-    "tokens trained": "trained_tokens",
-    "failed rollouts": "failed_rollouts",
-}
 
 
 def runs(
@@ -29,31 +20,16 @@ def runs(
     debug: Debug = False,
 ) -> int:
     """Lists the runs below a folder: what became of each, how far it came, its rewards."""
-    from midflight.archive.runs import runs_under
+    from midflight.archive.runs import COLUMNS, runs_under
     from midflight.cli.put_back import put_back_below
-    from midflight.observe.readable import duration, number
 
     put_back_below(folder)
     found = runs_under(folder)
     rows: list[tuple[str, ...]] = []
     for run in found:
-        summary = run.describe()
-        steps = str(summary.step)
-        if summary.steps is not None:
-            steps += f"/{summary.steps}"
-        rows.append(
-            (
-                _near(run.folder),
-                summary.condition.value,
-                steps,
-                number(summary.reward),
-                number(summary.heldout),
-                duration(summary.seconds),
-                summary.started,
-            )
-        )
+        rows.append((_near(run.folder), *run.describe().cells()))
     if found:
-        _print_table(("run", "state", "steps", "reward", "held out", "time", "started"), rows)
+        _print_table(COLUMNS, rows)
     else:
         typer.echo(f"there is no run below {folder}")
     return 0
@@ -80,7 +56,7 @@ def compare(
             "DIR` lists them."
         )
     labels = [run.slug for run in chosen]
-    _print_table(("", *labels), list(_numbers(chosen)))
+    _print_table(("", *labels), _side_by_side([dict(run.describe().rows()) for run in chosen]))
     options = differences([run.config() for run in chosen]).items()
     if options:
         rows: list[tuple[str, ...]] = []
@@ -100,39 +76,12 @@ def _shown(value: object) -> str:
     return UNSET if value is None else str(value)
 
 
-def _numbers(chosen: Sequence[ArchivedRun]) -> Iterator[tuple[str, ...]]:
+def _side_by_side(described: Sequence[Mapping[str, str]]) -> list[tuple[str, ...]]:
     """Rows of a table with a column for each run."""
-    from midflight.observe.readable import duration, number
-
-    described = [run.describe() for run in chosen]
-    past = [run.journal().past for run in chosen]
-    yield "state", *(each.condition.value for each in described)
-    yield "steps", *(str(each.step) for each in described)
-    yield "time", *(duration(each.seconds) for each in described)
-    yield "reward, last step", *(number(each.reward) for each in described)
-    for source in dict.fromkeys(line.source for lines in past for line in lines.evaluations):
-        yield f"held out {source}", *(_scores(lines, source) for lines in past)
-    for label, name in _TOTALS.items():
-        yield label, *(_total(lines, name) for lines in past)
-
-
-def _scores(past: JournalHistory, source: str) -> str:
-    """The first and the last held-out score of a source."""
-    from midflight.observe.readable import UNKNOWN, number
-
-    scores = [line.mean_reward for line in past.evaluations if line.source == source]
-    if not scores:
-        return UNKNOWN
-    ends = dict.fromkeys((scores[0], scores[-1]))
-    return " → ".join(number(score) for score in ends)
-
-
-def _total(past: JournalHistory, name: str) -> str:
     from midflight.observe.readable import UNKNOWN
 
-    if not past.steps:
-        return UNKNOWN
-    return f"{getattr(past.steps[-1].totals, name):,}"
+    labels = dict.fromkeys(label for rows in described for label in rows)
+    return [(label, *(rows.get(label, UNKNOWN) for rows in described)) for label in labels]
 
 
 def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

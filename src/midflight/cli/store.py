@@ -99,10 +99,7 @@ def ledger(run: RunFolder, debug: Debug = False) -> int:
     Console().print(ledger_table(found))
     if (said := copy_in_words(run)) is not None:
         typer.echo(said)
-    for mistake in found.mistakes:
-        typer.echo(f"does not balance: {mistake}")
-    if found.balanced:
-        typer.echo(f"balanced: each of {found.accounts.received_tokens:,} tokens is in one place")
+    typer.echo(found.balance)
     return 0 if found.balanced else 1
 
 

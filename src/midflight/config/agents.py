@@ -47,15 +47,12 @@ class McpSection(Section):
     """
     start_seconds: Seconds = 30.0
     """How long it may take to come up; larger waits longer for one that hangs."""
-    name: str = ""
-    """Its name in messages. Default: the last word of the command that is no option, or the
-    address.
-    """
 
     @property
     def label(self) -> str:
+        """Its name in messages: the address, or the last word of the command that is no option."""
         words = [word for word in self.command if not word.startswith("-")]
-        return self.name or self.url or (words or [""])[-1]
+        return self.url or (words or [""])[-1]
 
 
 class SandboxSection(Section):

@@ -7,7 +7,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from midflight.config.agent import CLAIMED, SINGLE_TURN, agent_of
+from midflight.config.agent import SINGLE_TURN, agent_of
+from midflight.config.environment import CLAIMED
 from midflight.config.sections import (
     Config,
     EngineSection,
@@ -50,11 +51,11 @@ def buffer_groups(rollout: RolloutSection) -> int:
     return rollout.buffer_groups or (rollout.max_staleness + 1) * rollout.groups_per_step
 
 
-def buffer_bytes(rollout: RolloutSection) -> int:
-    """Returns the memory that finished rollouts may take: `buffer_bytes`, else a quarter of the
-    memory of this machine, or of its container.
+def buffer_bytes(shards: int) -> int:
+    """Returns the memory that finished rollouts of one of so many shards may take: together a
+    quarter of the memory of this machine, or of its container.
     """
-    return rollout.buffer_bytes or machine_bytes() // 4
+    return machine_bytes() // 4 // shards
 
 
 def machine_bytes() -> int:
@@ -147,7 +148,7 @@ def engine_slots(config: Config) -> int:
 
 def served_dtype(config: Config) -> str:
     """Precision of the weights in engines, and on their way there."""
-    return config.model.dtype if config.engine.dtype == "auto" else config.engine.dtype
+    return config.engine.served_dtype(config.model.dtype)
 
 
 def lora_alpha(lora: LoraSection) -> float:

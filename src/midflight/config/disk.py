@@ -8,25 +8,36 @@ from midflight.models.sizes import ModelSizes, element_bytes, num_experts_of
 
 
 def held_versions(config: Config) -> int:
-    """Versions in shared memory: one live, one under way, one waiting. For the fourth, with
-    differences, see `DeltaPublisher`.
+    """The number of versions that are published at once: one live, one under way, one waiting. For
+    the fourth, with differences, see `DeltaPublisher`.
     """
-    if config.weights.transport == "file":
-        return 0
     return 4 if config.weights.delta else 3
 
 
-def shared_bytes(config: Config, sizes: ModelSizes) -> int:
-    """Room that versions take in shared memory: those that are published, and two folders beside
-    each server, except where its workers get versions directly.
+def published_bytes(config: Config, sizes: ModelSizes) -> int:
+    """The room that published versions take in shared memory."""
+    if config.weights.transport != "shared_memory":
+        return 0
+    return held_versions(config) * handed_bytes(config, sizes)
+
+
+def staged_bytes(config: Config, sizes: ModelSizes) -> int:
+    """The room that servers take in shared memory: two folders each, except where their workers get
+    versions directly.
     """
-    published = 0
-    if config.weights.transport == "shared_memory":
-        published = held_versions(config) * handed_bytes(config, sizes)
     if not _servers_load_folders(config):
-        return published
-    folder = sizes.weight_bytes(served_dtype(config))
-    return published + 2 * num_engines(config.engine) * folder
+        return 0
+    return 2 * num_engines(config.engine) * sizes.weight_bytes(served_dtype(config))
+
+
+def spilled_bytes(config: Config, sizes: ModelSizes, *, shared_free: int) -> int:
+    """The room that published versions take in the run's folder: none if they have room in shared
+    memory, of which `shared_free` bytes are free, beside what servers stage there.
+    """
+    published = published_bytes(config, sizes)
+    if staged_bytes(config, sizes) + published <= shared_free:
+        return 0
+    return published
 
 
 def _servers_load_folders(config: Config) -> bool:
@@ -56,17 +67,17 @@ def disk_bytes(config: Config, sizes: ModelSizes) -> int:
     trained = trained_parameters(config, sizes) * element_bytes(config.model.dtype)
     models = (3 if config.model.path is None else 2) + (config.objective.kl_coefficient > 0)
     critic = 3 * trained * (config.objective.advantage == "gae")
-    versions = 3 * handed_bytes(config, sizes) * (config.weights.transport == "file")
-    return models * weights + num_checkpoints(config) * (3 * trained + critic) + versions
+    return models * weights + num_checkpoints(config) * (3 * trained + critic)
 
 
-def first_disk_bytes(config: Config, sizes: ModelSizes, *, trains: bool) -> int:
-    """Room that a run takes before its first step: the models that it begins with, a checkpoint, a
-    version. `trains`: whether our trainer makes the steps.
+def first_disk_bytes(config: Config, sizes: ModelSizes, *, trains: bool, shared_free: int) -> int:
+    """Room that a run takes in its folder before its first step: the models that it begins with, a
+    checkpoint, and versions for which shared memory has no room. `trains`: whether our trainer
+    makes the steps.
     """
     weights = sizes.weight_bytes(config.model.dtype)
     trained = trained_parameters(config, sizes) * element_bytes(config.model.dtype)
     models = (2 if config.model.path is None else 1) + (config.objective.kl_coefficient > 0)
     checkpoint = 3 * trained * (2 if config.objective.advantage == "gae" else 1)
-    version = handed_bytes(config, sizes) * (config.weights.transport == "file")
-    return version + trains * (models * weights + checkpoint)
+    versions = spilled_bytes(config, sizes, shared_free=shared_free)
+    return trains * (models * weights + checkpoint + versions)

@@ -69,7 +69,6 @@ class ObjectiveFormula:
 
 
 _CLIPS = {"clip_low": 0.2, "clip_high": 0.28}
-_DOWNWARDS = {"delta_low": ", {delta_low:g} downwards"}
 _BAND = {"cov_low": ", above {cov_low:g}", "cov_high": ", below {cov_high:g}"}
 _DUAL = {"dual_clip": ", at most -{dual_clip:g} A where A < 0"}
 
@@ -139,7 +138,6 @@ OBJECTIVES: Mapping[str, ObjectiveFormula] = {
         "dppo_tv",
         "-sg[min(R, {cap:g}) if π - µ is within {delta:g} towards A else 0] A log π",
         {"delta": 0.2, "cap": 20.0},
-        _DOWNWARDS,
         clip="dppo_clipped",
     ),
     "ipo": ObjectiveFormula(
@@ -147,7 +145,6 @@ OBJECTIVES: Mapping[str, ObjectiveFormula] = {
         "ipo",
         "-sg[min(R, {cap:g}) if |π - µ| is within {delta:g} else 0] A log π",
         {"delta": 0.1, "cap": 20.0},
-        _DOWNWARDS,
         clip="ipo_clipped",
     ),
     "clip_cov": ObjectiveFormula(

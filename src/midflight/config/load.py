@@ -9,7 +9,7 @@ import difflib
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -26,6 +26,7 @@ from midflight.config.options import (
     options,
     tables,
 )
+from midflight.config.replaced import REMOVED, REPLACED
 from midflight.config.seats import with_placement
 from midflight.config.sections import Config
 from midflight.errors import ConfigError, nearest
@@ -144,11 +145,15 @@ def load_config(
     overrides: Sequence[str] = (),
     *,
     table: Mapping[str, Mapping[str, object]] | None = None,
+    note: Callable[[str], object] | None = None,
 ) -> Config:
     """The run described by a TOML file with `section.key=value` overrides laid over it; `None`
     starts from the defaults.
 
-    `table`: a Python program's own options by section, laid over those of the file.
+    `table`: a Python program's own options by section, laid over those of the file. `note`: given
+    if the file is the stored configuration of a run, in which values that are gone are read as
+    their replacements; it is called with a sentence about each. Options that are gone may stand
+    there with their defaults.
 
     Raises `ConfigError` with one line for each thing that is wrong, all of them at once if that is
     possible.
@@ -157,8 +162,9 @@ def load_config(
     for name, section in (table or {}).items():
         _lay_over(whole, name, section)
     overridden = {apply_override(whole, text) for text in overrides}
-    origin = _Origin("" if path is None else str(path), overridden)
+    origin = _Origin("" if path is None else str(path), overridden, is_stored=note is not None)
     _refuse(list(_unknown(whole, (), origin)))
+    _refuse(list(_replaced(whole, origin, note)))
     config = _with_folders(_validate(whole, origin))
     config = with_placement(with_derived(config))
     prefix = f"{origin.file}: " if origin.file else ""
@@ -195,19 +201,32 @@ def _with_folders(config: Config) -> Config:
 
 
 class _Origin:
-    """The file and the overrides that keys came from, for the start of a message."""
+    """The file and the overrides that keys came from, for the start of a message. `is_stored`: the
+    file is the stored configuration of a run.
+    """
 
-    def __init__(self, file: str, overridden: set[KeyPath]) -> None:
+    def __init__(self, file: str, overridden: set[KeyPath], *, is_stored: bool) -> None:
         self.file = file
         self._overridden = overridden
+        self._is_stored = is_stored
 
     def of(self, path: KeyPath) -> str:
         """The origin of a key."""
+        if self.is_overridden(path):
+            return f"--set {key_of(path)}: "
+        return f"{self.file}: " if self.file else ""
+
+    def is_overridden(self, path: KeyPath) -> bool:
+        """True if an override has set the key, or a part of it."""
         for given in self._overridden:
             shared = min(len(given), len(path))
             if path[:shared] == given[:shared]:
-                return f"--set {key_of(path)}: "
-        return f"{self.file}: " if self.file else ""
+                return True
+        return False
+
+    def is_stored(self, path: KeyPath) -> bool:
+        """True if a run has stored the key."""
+        return self._is_stored and not self.is_overridden(path)
 
 
 def _refuse(problems: Sequence[str]) -> None:
@@ -268,13 +287,21 @@ def _toml_message(path: Path, message: str) -> str:
 
 def _unknown(node: Table, path: KeyPath, origin: _Origin) -> Iterator[str]:
     """Problems with the keys of one table, and below. It turns "none" into None if an option may be
-    unset.
+    unset, and takes out options that are gone and that a run has stored with their defaults.
     """
-    for name, value in node.items():
+    for name, value in list(node.items()):
         here = (*path, name)
         option = option_at(here)
+        removed = REMOVED.get(generic_key(here))
         if generic_key(here) in tables() and option is None:
             yield from _unknown_below(value, here, origin)
+        elif removed is not None and origin.is_stored(here) and value == removed.default:
+            del node[name]
+        elif removed is not None:
+            yield (
+                f"{origin.of(here)}{key_of(here)} (value {value!r}) is gone: {removed.instead}; "
+                "remove it"
+            )
         elif option is None:
             yield (
                 f"{origin.of(here)}unknown key {key_of(here)!r} (value "
@@ -323,6 +350,24 @@ def _suggestion(path: KeyPath) -> str:
 
 
 # --- Values ---------------------------------------------------------------------------------------
+
+
+def _replaced(table: Table, origin: _Origin, note: Callable[[str], object] | None) -> Iterator[str]:
+    """Problems with values that are gone. With `note` those of the file are replaced instead."""
+    for key, replacements in REPLACED.items():
+        section, name = key.split(".")
+        options = table.get(section)
+        if not isinstance(options, dict):
+            continue
+        value = options.get(name)
+        found = replacements.get(value) if isinstance(value, str) else None
+        if found is None:
+            continue
+        if note is None or origin.is_overridden((section, name)):
+            yield f'{origin.of((section, name))}{key} = "{value}" is gone; {found.remedy}.'
+        else:
+            options[name] = found.value
+            note(f'{key} was "{value}", which is gone; it is read as "{found.value}".')
 
 
 def _validate(table: Table, origin: _Origin) -> Config:

@@ -20,7 +20,7 @@ from midflight.config.formulas import (
     Reduction,
     WeightKind,
 )
-from midflight.config.section import Above0, Count, Fraction, NonNegative, Seconds, Section
+from midflight.config.section import Above0, Count, Fraction, NonNegative, Section
 from midflight.entries import ENTRY
 
 
@@ -63,8 +63,6 @@ class ObjectiveSection(Section):
     """
     delta: Above0 | None = None
     """dppo_tv, ipo: how far a token's probability may have moved; larger masks fewer tokens."""
-    delta_low: Above0 | None = None
-    """dppo_tv, ipo: the same downwards, where that is to be another bound."""
     cap: Above0 | None = None
     """dppo_tv, ipo: bound of the ratio; larger varies more."""
     share: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -308,7 +306,3 @@ class DistillationSection(Section):
     """
     rewards: bool = True
     """Whether rewards count too; without them the teacher is all there is to learn from."""
-    score_seconds: Seconds = 600.0
-    """Deadline of the scores of one batch, a restart of the teacher included; larger waits longer
-    for a slow one.
-    """

@@ -1,6 +1,7 @@
 """Options of the loss that contradict each other."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from midflight.config.formulas import (
     OBJECTIVE_OPTIONS,
@@ -11,11 +12,13 @@ from midflight.config.formulas import (
 )
 from midflight.config.loss import (
     CorrectionSection,
+    CriticSection,
     ObjectiveSection,
     formula_of,
     weight_bounds,
     weight_of,
 )
+from midflight.config.sections import Config
 
 
 def loss_contradictions(
@@ -56,6 +59,15 @@ def loss_contradictions(
         yield (
             'objective.proximal = "interpolated" does nothing with objective.kind = '
             f'"{objective.kind}", which has no proximal policy; remove it'
+        )
+
+
+def length_contradictions(objective: ObjectiveSection, *, max_tokens: int) -> Iterator[str]:
+    """`max_tokens` are the tokens of an answer."""
+    if objective.overlong_buffer > max_tokens:
+        yield (
+            f"objective.overlong_buffer ({objective.overlong_buffer}) is more than "
+            f"environment.max_tokens ({max_tokens}); lower it"
         )
 
 
@@ -130,3 +142,63 @@ def _weight_contradictions(
     for name, (below, above) in pairs.items():
         if below is not None and above is not None and below >= above:
             yield f"correction.{name} ({below:g}) must be less than its upper bound ({above:g})"
+
+
+def critic_contradictions(config: Config) -> Iterator[str]:
+    advantage = config.objective.advantage
+    if advantage == "gae":
+        if config.distillation.teacher is not None:
+            yield (
+                'objective.advantage = "gae" has no place for what distillation.teacher says of '
+                "a token; choose another advantage, or remove the teacher"
+            )
+        return
+    for name, value in config.critic:
+        if value != getattr(CriticSection(), name):
+            yield (
+                f"critic.{name} ({value:g}) does nothing with objective.advantage = "
+                f'"{advantage}"; remove it, or set objective.advantage = "gae"'
+            )
+
+
+def distillation_contradictions(config: Config) -> Iterator[str]:
+    d = config.distillation
+    if not d.rewards and d.teacher is None:
+        yield (
+            "distillation.rewards = false without distillation.teacher leaves nothing to learn "
+            "from; name a teacher, or remove it"
+        )
+    if not d.rewards and not config.warm_start.is_made and _is_start(config, d.teacher):
+        yield (
+            f"distillation.teacher ({d.teacher}) is the model that the run begins with, so with "
+            "distillation.rewards = false it agrees with the student and there is nothing to "
+            "learn; let rewards count, or name another teacher"
+        )
+    if not d.rewards and d.teacher is not None and d.weight == 0:
+        yield (
+            "distillation.rewards = false with distillation.weight = 0 leaves nothing to learn "
+            "from; raise the weight"
+        )
+    if d.teacher is not None and formula_of(config.objective, config.correction).is_per_rollout:
+        yield (
+            f'objective.kind = "{config.objective.kind}" takes one advantage for a whole rollout, '
+            "and distillation.teacher gives one to each token; choose another objective, or remove "
+            "the teacher"
+        )
+    if d.teacher is not None and config.correction.opsm is not None:
+        yield (
+            "correction.opsm goes by the sign of a whole rollout's advantage, and "
+            "distillation.teacher gives one to each token; remove it"
+        )
+    if not d.rewards and config.rollout.drop_zero_spread:
+        yield (
+            "rollout.drop_zero_spread chooses groups by their rewards, which "
+            "distillation.rewards = false ignores; remove one of them"
+        )
+
+
+def _is_start(config: Config, folder: Path | None) -> bool:
+    """True if the run begins with the model in this folder."""
+    if config.model.path is None or folder is None:
+        return False
+    return Path(config.model.path).resolve() == folder.resolve()

@@ -403,7 +403,7 @@ def _rollout_memory(config: Config, sizes: ModelSizes, *, longest: int) -> Itera
     workers = num_workers(config.environment)
     rollouts = buffer_groups(r) * r.group_size
     each = longest * ROW_BYTES_PER_TOKEN
-    waiting = min(rollouts * each, buffer_bytes(r))
+    waiting = min(rollouts * each, buffer_bytes(shards=1))
     process = ROLLOUT_PROCESS_BYTES + sizes.vocab_size * TOKENIZER_BYTES
     if any(source.dataset is not None for source in config.environment.sources):
         process += DATASETS_BYTES
@@ -412,7 +412,7 @@ def _rollout_memory(config: Config, sizes: ModelSizes, *, longest: int) -> Itera
         "rollout",
         f"up to {rollouts + in_flight(config)} trajectories running and waiting",
         waiting + in_flight(config) * each,
-        ("rollout.max_in_flight", "rollout.buffer_bytes", "model.max_context"),
+        ("rollout.max_in_flight", "rollout.buffer_groups", "model.max_context"),
         is_certain=False,
     )
     yield from _tasks_memory(config)

@@ -11,15 +11,17 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 
-from midflight.config import agents, cluster, devices, loss, sections, sources
+from midflight.config.agents import McpSection, RewardSection
+from midflight.config.devices import ServerSection
+from midflight.config.evaluation import SuiteSection
 from midflight.config.options import Option, options, tables
 from midflight.config.section import Section
 from midflight.config.sections import Config
+from midflight.config.sources import SourceSection
 
 INTRODUCTION = """# Configuration
 
-Made from `sections.py`, `sources.py`, `agents.py`, `loss.py` and `cluster.py` in `src/midflight/config` by `python -m midflight.config.reference docs/configuration.md`; edit the
-sentences there.
+Made from the sections in `src/midflight/config` by `python -m midflight.config.reference docs/configuration.md`; edit the sentences there.
 
 A run is one TOML file. Every option can be overridden on the command line: `--set rollout.max_staleness=2`, or
 `--set environment.sources.0.size=100` for one of a list. Unknown keys are refused. An option that may be unset is
@@ -39,12 +41,12 @@ def descriptions() -> Mapping[tuple[str, str], str]:
     an empty name.
     """
     found: dict[tuple[str, str], str] = {}
-    for module in (sections, sources, agents, loss, cluster, devices):
-        for node in ast.parse(inspect.getsource(module)).body:
-            if isinstance(node, ast.ClassDef):
-                found[node.name, ""] = ast.get_docstring(node) or ""
-                for name, text in _attributes(node):
-                    found[node.name, name] = text
+    for section in {section_class(key) for key in _section_keys()}:
+        (node,) = ast.parse(inspect.getsource(section)).body
+        assert isinstance(node, ast.ClassDef)
+        found[node.name, ""] = ast.get_docstring(node) or ""
+        for name, text in _attributes(node):
+            found[node.name, name] = text
     return found
 
 
@@ -92,11 +94,11 @@ def section_class(key: str) -> type[Section]:
     members.
     """
     of_lists = {
-        "sources": sources.SourceSection,
-        "rewards": agents.RewardSection,
-        "mcp": agents.McpSection,
-        "servers": devices.ServerSection,
-        "suites": sections.SuiteSection,
+        "sources": SourceSection,
+        "rewards": RewardSection,
+        "mcp": McpSection,
+        "servers": ServerSection,
+        "suites": SuiteSection,
     }
     if key.endswith(".*"):
         return of_lists[key.split(".")[1]]

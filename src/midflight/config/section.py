@@ -12,6 +12,7 @@ Seconds = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 Above0 = Annotated[float, Field(gt=0)]
+Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class Section(BaseModel):

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from midflight.config.agent import CLAIMED, agent_of
-from midflight.config.derived import buffer_bytes, num_workers
+from midflight.config.agent import agent_of
+from midflight.config.derived import num_workers
+from midflight.config.environment import CLAIMED
 from midflight.config.sections import Config
 
 MOST_SHARDS = 11
@@ -35,7 +36,6 @@ def shard_of(config: Config, shard: int) -> Config:
         "groups_per_step": r.groups_per_step // shards,
         "max_in_flight": r.max_in_flight and r.max_in_flight // shards,
         "buffer_groups": r.buffer_groups and r.buffer_groups // shards,
-        "buffer_bytes": buffer_bytes(r) // shards,
     }
     workers = math.ceil(num_workers(config.environment) / shards)
     folder = shard_folder(Path(config.run.folder), shard)

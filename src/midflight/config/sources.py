@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
-from midflight.config.section import Above0, Count, Fraction, Positive, Section
+from midflight.config.section import Above0, Count, Positive, Section
 from midflight.entries import ENTRY
 
 DATASET_SIZE = 2000
@@ -132,21 +132,9 @@ class CurriculumSection(Section):
     """Share of the draws for tasks that are learnable or not tried yet; larger leaves less for hard
     and easy ones. None leaves it to the priority.
     """
-    floor: Annotated[float, Field(ge=0.001, le=1)] = 0.05
-    """Chance of a task that always passes, or never does, relative to one of pass rate 1/2; larger
-    sees such tasks again sooner.
-    """
     passes: float = 1.0
     """The reward from which a rollout has passed; larger asks more. Rewards need not lie between 0
     and 1.
-    """
-    hard_below: Fraction = 0.1
-    """Tasks of a lower pass rate are hard; larger calls more of them so."""
-    easy_above: Fraction = 0.9
-    """Tasks of a higher pass rate are easy; larger calls fewer of them so."""
-    window: Positive = 16
-    """Scored rollouts of a task that its pass rate looks back on, in whole groups, the newest
-    first; larger is steadier and notices later.
     """
 
     @property
@@ -210,11 +198,6 @@ def source_contradictions(
 def _of_curriculum(
     sources: Sequence[SourceSection], curriculum: CurriculumSection
 ) -> Iterator[str]:
-    if curriculum.hard_below >= curriculum.easy_above:
-        yield (
-            f"curriculum.hard_below ({curriculum.hard_below:g}) must be less than "
-            f"curriculum.easy_above ({curriculum.easy_above:g})"
-        )
     if not curriculum.chooses:
         return
     if sources and all(source.posted for source in sources):

@@ -6,15 +6,15 @@ from midflight.config.derived import handed_bytes, model_sizes, num_engines
 from midflight.config.sections import Config
 from midflight.errors import ModelNotFound
 
-Transport = Literal["shared_memory", "file", "collective", "direct", "pull"]
+Transport = Literal["shared_memory", "pull", "direct"]
 
 LARGE_BYTES = 2**30
 """A version of this size takes a server's own loader a second or more, in a pause. To swap it takes
 milliseconds.
 """
 MANY_ENGINES = 8
-"""The number of engines over machines from which `pull` pays: it saves every engine's link and the
-trainer's CPU, for two and a half times the CPU of an engine.
+"""The number of engines over machines from which servers pull what they would otherwise get in one
+broadcast: it saves the trainer's link, for two and a half times the CPU of an engine.
 """
 
 
@@ -25,7 +25,6 @@ def chosen_transport(config: Config) -> tuple[Transport, str]:
         num_engines=num_engines(config.engine),
         swaps=config.engine.kind != "embedded" and config.lora.rank is None,
         over_machines=config.cluster.kind != "local",
-        from_ranks=config.trainer.ranks > 1 and not config.weights.delta,
     )
 
 
@@ -40,27 +39,24 @@ def version_bytes(config: Config) -> int:
 
 
 def way_of_weights(
-    *, num_bytes: int, num_engines: int, swaps: bool, over_machines: bool, from_ranks: bool
+    *, num_bytes: int, num_engines: int, swaps: bool, over_machines: bool
 ) -> tuple[Transport, str]:
     """The transport for a version of `num_bytes`, and why. `swaps`: engines are servers that take
-    whole versions. `from_ranks`: each of several trainer ranks may give away its own part.
+    whole versions.
 
     | engines | a version has | on one machine | over machines, fewer than `MANY_ENGINES` | over machines, more |
     |---|---|---|---|---|
     | servers | `LARGE_BYTES` or more | direct | direct | pull |
-    | servers | less, or is adapters | shared_memory | collective; pull from several ranks | pull |
-    | embedded | any size | shared_memory | collective; pull from several ranks | pull |
+    | servers | less, or is adapters | shared_memory | pull | pull |
+    | embedded | any size | shared_memory | pull | pull |
     """
-    if over_machines and num_engines >= MANY_ENGINES:
-        return "pull", f"{num_engines} engines over machines give it to each other"
-    if swaps and num_bytes >= LARGE_BYTES:
+    are_many = over_machines and num_engines >= MANY_ENGINES
+    if swaps and num_bytes >= LARGE_BYTES and not are_many:
         why = (
             "a server would pause long to load so much, and only swaps what came straight to its "
             "workers"
         )
         return "direct", why
-    if not over_machines:
-        return "shared_memory", "engines on the trainer's machine map what it has written"
-    if from_ranks:
-        return "pull", "each rank of the trainer gives away its own part"
-    return "collective", f"one broadcast for {num_engines} engines over machines"
+    if over_machines:
+        return "pull", "engines on other machines ask for it, and give it to each other"
+    return "shared_memory", "engines on the trainer's machine map what it has written"

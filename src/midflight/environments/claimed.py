@@ -10,7 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from midflight.environments.crew import HERE, Whereabouts
+from midflight.environments.worker_pool import HERE, RolloutPlacement
 from midflight.errors import RewardFixed, SessionClosed, UnknownSession
 from midflight.stopwatch import Stopwatch
 from midflight.types import Result, Task, Unclaimed
@@ -102,9 +102,9 @@ class Board:
         since_claim = None if self._claimed_at is None else now - self._claimed_at
         return Unclaimed(len(self._offered), seconds, idle, since_claim)
 
-    def whereabouts(self, session_id: str) -> Whereabouts:
+    def placement(self, session_id: str) -> RolloutPlacement:
         """The place of a rollout that has begun."""
-        return Whereabouts(OUTSIDE, waits=True) if session_id in self._offered else HERE
+        return RolloutPlacement(OUTSIDE, waits=True) if session_id in self._offered else HERE
 
     def unclaimed_seconds(self, session_id: str) -> float:
         """Returns the seconds that a rollout under way has waited for a worker."""

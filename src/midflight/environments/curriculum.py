@@ -29,6 +29,14 @@ class Pool(StrEnum):
 
 HOPEFUL = (Pool.UNSEEN, Pool.LEARNABLE)
 """The pools from which the share `curriculum.target` of the tasks is drawn."""
+HARD_BELOW = 0.1
+"""Tasks of a lower pass rate are hard."""
+EASY_ABOVE = 0.9
+"""Tasks of a higher pass rate are easy."""
+WINDOW = 16
+"""Scored rollouts of a task that its pass rate looks back on, in whole groups, the newest first."""
+FLOOR = 0.05
+"""Chance of a task that always passes, or never does, relative to one of pass rate 1/2."""
 Passes = tuple[GroupKey, int, int]
 """A group that has ended, with how many of its rollouts passed and how many were scored."""
 
@@ -86,7 +94,7 @@ class SourcePools:
             insort(self._free[self.pool(place)], place)
 
     def _learn(self, place: int, passes: Passes) -> None:
-        """Keeps the newest groups that have `window` scored rollouts together. They are the newest
+        """Keeps the newest groups that have `WINDOW` scored rollouts together. They are the newest
         by key, so that the order of their ends does not matter.
         """
         if not passes[2]:
@@ -94,7 +102,7 @@ class SourcePools:
         ended = self._ended[place]
         insort(ended, passes)
         self._count(passes, +1)
-        while sum(scored for *_, scored in ended[1:]) >= self._section.window:
+        while sum(scored for *_, scored in ended[1:]) >= WINDOW:
             self._count(ended.pop(0), -1)
 
     def _count(self, passes: Passes, sign: int) -> None:
@@ -112,12 +120,12 @@ class SourcePools:
         rate = self.rate(place)
         if rate is None:
             return Pool.UNSEEN
-        if rate < self._section.hard_below:
+        if rate < HARD_BELOW:
             return Pool.HARD
-        return Pool.EASY if rate > self._section.easy_above else Pool.LEARNABLE
+        return Pool.EASY if rate > EASY_ABOVE else Pool.LEARNABLE
 
     def chance(self, place: int) -> float:
-        """The chance that a task is taken when it comes up: 4 p (1 - p) and at least `floor`, and 1
+        """The chance that a task is taken when it comes up: 4 p (1 - p) and at least `FLOOR`, and 1
         if nothing is known about it.
 
         With rewards of 0 and 1, p (1 - p) is the variance of the reward, and the expected square of
@@ -126,7 +134,7 @@ class SourcePools:
         rate = self.rate(place)
         if rate is None or self._section.priority == "uniform":
             return 1.0
-        return max(self._section.floor, 4 * rate * (1 - rate))
+        return max(FLOOR, 4 * rate * (1 - rate))
 
     def choose(self, chance: random.Random) -> int:
         """The place of a task that is not under way, or of any task if all are."""
@@ -134,7 +142,7 @@ class SourcePools:
         total = sum(map(len, pools))
         if not total:
             return chance.randrange(self._size)
-        while True:  # ends: a task that comes up is taken with a chance of at least `floor`
+        while True:  # ends: a task that comes up is taken with a chance of at least `FLOOR`
             place = _nth(pools, chance.randrange(total))
             if chance.random() < self.chance(place):
                 return place

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from midflight.config.sections import SuiteSection
+from midflight.config.evaluation import SuiteSection
 from midflight.environments.group import Slots
 from midflight.types import GroupKey, Kind, RolloutKey, Task, Trajectory, Version
 from midflight.types.facts import Evaluated, EvaluationKept, Record, RolloutEnded

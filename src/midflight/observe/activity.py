@@ -31,14 +31,36 @@ about the other process.
 
 @dataclass(frozen=True, slots=True)
 class ProcessWork:
-    """The work that a process and its descendants have done since they began, and whether one of
-    them is ready to run.
-    """
+    """The work that a process has done since it began, alone or together with its descendants."""
 
     cpu_seconds: float
     num_bytes: int
-    """Bytes that they read and wrote, including pages that were read in when they were touched."""
-    is_runnable: bool = False
+    """Bytes that were read and written, including pages that were read in when they were
+    touched.
+    """
+    state: str = "?"
+    """The letter of the process's state, or `?` if the system does not tell. With descendants it
+    is `R` if any of the processes is ready to run.
+    """
+
+    @property
+    def is_runnable(self) -> bool:
+        return self.state == "R"
+
+
+def motion(before: ProcessWork, work: ProcessWork, *, seconds: float) -> str | None:
+    """Returns what a process has done within `seconds`, as a verb, or None if that is so little
+    that the process only shows that it is there.
+    """
+    computed = work.cpu_seconds - before.cpu_seconds
+    moved_bytes = work.num_bytes - before.num_bytes
+    if computed > max(0.03, COMPUTES_SHARE * seconds):
+        return "takes processor time"
+    if moved_bytes > BYTES_A_SECOND * max(1.0, seconds):
+        return "reads and writes"
+    if computed < 0 or moved_bytes < 0:
+        return "has ended a part of itself"
+    return None
 
 
 def work_of(pid: int, *, proc: Path = PROC) -> ProcessWork | None:
@@ -47,34 +69,41 @@ def work_of(pid: int, *, proc: Path = PROC) -> ProcessWork | None:
         return None
     cpu_seconds = 0.0
     num_bytes = 0
-    is_runnable = False
+    state = "?"
     for member in descendants(pid, proc=proc):
-        work = _own_work(proc / str(member))
+        work = own_work(member, proc=proc)
         if work is not None:
             cpu_seconds += work.cpu_seconds
             num_bytes += work.num_bytes
-            is_runnable = is_runnable or work.is_runnable
-    return ProcessWork(cpu_seconds, num_bytes, is_runnable)
+            if state != "R":
+                state = work.state
+    return ProcessWork(cpu_seconds, num_bytes, state)
 
 
-def _own_work(folder: Path) -> ProcessWork | None:
+def own_work(pid: int, *, proc: Path = PROC) -> ProcessWork | None:
     """The work of one process and of its descendants that have ended, or None if it has ended
-    itself.
+    itself or there is no /proc.
     """
-    try:
-        # The command's name, in brackets, may itself hold brackets and spaces: the fields start
-        # after the last one.
-        fields = (folder / "stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    fields = stat_of(pid, proc=proc)
+    if not fields:
         return None
-    state = fields[0]
     ticks = sum(map(int, fields[11:15]))
     faults = int(fields[9]) + int(fields[10])
     return ProcessWork(
         ticks / os.sysconf("SC_CLK_TCK"),
-        num_bytes_of(folder.name, proc=folder.parent) + faults * resource.getpagesize(),
-        state == "R",
+        num_bytes_of(pid, proc=proc) + faults * resource.getpagesize(),
+        fields[0],
     )
+
+
+def stat_of(pid: int, *, proc: Path = PROC) -> list[str]:
+    """The fields of /proc/PID/stat from the state on, or none if there is no such process."""
+    try:
+        # The command's name, in brackets, may itself hold brackets and spaces: the fields start
+        # after the last one.
+        return (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def num_bytes_of(pid: int | str, *, proc: Path = PROC) -> int:
@@ -134,20 +163,14 @@ class ActivityProbe:
         work = self._work(self._pid)
         before = self._before
         now = self._clock()
-        waited = now - self._asked
+        seconds = now - self._asked
         self._before = work
         self._asked = now
         if work is None or before is None:
             return True
-        computed = work.cpu_seconds - before.cpu_seconds
-        moved_bytes = work.num_bytes - before.num_bytes
-        if computed < 0 or moved_bytes < 0:
-            return True  # a part of it has ended
         if work.is_runnable and before.is_runnable:
             return True  # it waits for a processor
-        if computed > max(0.03, COMPUTES_SHARE * waited):
-            return True
-        return moved_bytes > BYTES_A_SECOND * max(1.0, waited)
+        return motion(before, work, seconds=seconds) is not None
 
 
 class ProcessActivity:
@@ -202,20 +225,11 @@ class ProcessActivity:
         is_starved = work.is_runnable and self._was_runnable
         self._said = said
         self._was_runnable = work.is_runnable
-        waited = now - self._moved
-        computed = work.cpu_seconds - before.cpu_seconds
-        moved_bytes = work.num_bytes - before.num_bytes
-        what = None
-        if computed > max(0.03, COMPUTES_SHARE * waited):
-            what = "takes processor time"
-        elif moved_bytes > BYTES_A_SECOND * max(1.0, waited):
-            what = "reads and writes"
-        elif is_starved:
+        what = motion(before, work, seconds=now - self._moved)
+        if what is None and is_starved:
             what = "waits for a processor"
-        elif has_spoken:
+        elif what is None and has_spoken:
             what = "goes on"
-        elif computed < 0 or moved_bytes < 0:
-            what = "has ended a part of itself"
         if what is not None:
             self._before = work
         return what

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -22,7 +23,7 @@ from midflight.observe.lines import (
     decode_line,
 )
 from midflight.observe.run_state import RunState
-from midflight.observe.status import Totals
+from midflight.observe.status import Status, Totals, idle_times
 from midflight.types import Version, facts
 
 SURVIVING = ("trained_tokens", "max_token_staleness")
@@ -40,6 +41,22 @@ class JournalHistory:
     checkpoints: tuple[CheckpointLine, ...] = ()
     members: tuple[MemberLine, ...] = ()
     resumes: tuple[ResumeLine, ...] = ()
+
+    @property
+    def version(self) -> Version:
+        """The version that the last step made, or 0 before the first step."""
+        return self.steps[-1].version if self.steps else 0
+
+    @property
+    def newest_start(self) -> Sequence[StepLine]:
+        """The steps since the training phase was begun for the last time: a run that goes on after
+        its end or after a crash begins a new one.
+        """
+        first = 0
+        for number, (before, line) in enumerate(pairwise(self.steps), start=1):
+            if line.training_seconds < before.training_seconds:
+                first = number
+        return self.steps[first:]
 
     @property
     def trained_ages(self) -> dict[int, int]:
@@ -71,22 +88,46 @@ class JournalHistory:
                 latest = max(latest, line.seconds)
         return latest
 
+    def status(self) -> Status:
+        """The status of the run when its last step was made, as far as these lines tell it."""
+        state = RunState(name="", clock=lambda: 0.0)
+        for line in self.evaluations:
+            state.apply(_as_fact(line))
+        if not self.steps:
+            return replace(state.status(), seconds=self.seconds)
+        last = self.steps[-1]
+        state.restore(
+            step=last.step, version=last.version, totals=last.totals, seconds=self.seconds
+        )
+        waits = defaultdict[str, float](float)
+        failures = Counter[str]()
+        for line in self.newest_start:
+            failures.update(line.failures or {})
+            for who, seconds in (line.waits or {}).items():
+                waits[who] += seconds
+        return replace(
+            state.status(),
+            training_seconds=last.training_seconds,
+            overlap_share=last.overlap_share,
+            engine_busy=last.engine_busy,
+            trainer_busy=last.trainer_busy,
+            slots_used=last.slots_used,
+            bound=last.bound,
+            advice=last.advice,
+            waits=idle_times(waits, last.training_seconds),
+            failures=dict(failures.most_common()),
+        )
+
     def restore(self, state: RunState, everything: JournalHistory) -> None:
         """Lets the state go on from these lines, which survive: from their steps and evaluations.
         `everything` also holds the lines that were lost.
         """
-        if self.steps:
-            step = self.steps[-1].step
-            version = self.steps[-1].version
-            survived = self.steps[-1].totals
-        else:
-            step = 0
-            version = 0
-            survived = Totals()
+        step = self.steps[-1].step if self.steps else 0
+        survived = self.steps[-1].totals if self.steps else Totals()
         surviving = {name: getattr(survived, name) for name in SURVIVING}
         state.restore(
             step=step,
-            version=version,
+            version=self.version,
             totals=replace(everything._highest_totals(), **surviving),
             seconds=everything.seconds,
         )

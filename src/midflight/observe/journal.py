@@ -5,7 +5,7 @@ written.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -28,7 +28,7 @@ from midflight.observe.lines import (
     encode_line,
 )
 from midflight.observe.run_state import RunState
-from midflight.observe.status import is_incomplete
+from midflight.observe.status import is_incomplete, mean_age, oldest_age
 from midflight.observe.timeline import TIMED, TIMELINE, Timeline
 from midflight.types import Kind, Version, facts
 
@@ -196,6 +196,7 @@ class Journal:
             version=step.version,
             seconds=status.seconds,
             step_seconds=step.ended - step.started,
+            eta_seconds=status.eta_seconds,
             tokens=step.num_tokens,
             groups=groups,
             rollouts=self._rollouts,
@@ -214,11 +215,17 @@ class Journal:
             curriculum=learning.curriculum or None,
             failures=dict(self._failures.counts.most_common()) or None,
             staleness=ages,
-            staleness_mean=_mean_age(ages) if ages else None,
-            staleness_max=_largest_age(ages) if ages else None,
+            staleness_mean=mean_age(ages or {}),
+            staleness_max=oldest_age(ages or {}),
             generation_rate=status.generation_rate,
             training_rate=status.training_rate,
+            training_seconds=status.training_seconds,
             overlap_share=status.overlap_share,
+            engine_busy=status.engine_busy,
+            trainer_busy=status.trainer_busy,
+            slots_used=status.slots_used,
+            bound=status.bound,
+            advice=status.advice,
             waits=dict(self._waits) or None,
             dropped=dict(self._dropped) or None,
             stage_seconds=self._stage,
@@ -255,17 +262,6 @@ class Journal:
 
 def _mean(numbers: Sequence[float]) -> float:
     return sum(numbers) / len(numbers)
-
-
-def _mean_age(ages: Mapping[int, int]) -> float | None:
-    tokens = sum(ages.values())
-    if not tokens:
-        return None
-    return sum(age * count for age, count in ages.items()) / tokens
-
-
-def _largest_age(ages: Mapping[int, int]) -> int | None:
-    return max((age for age, count in ages.items() if count), default=None)
 
 
 def _rewrite(path: Path, history: JournalHistory) -> None:

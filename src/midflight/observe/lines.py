@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from midflight.observe.learning import Histogram
-from midflight.observe.status import Totals
+from midflight.observe.status import Bound, Totals
 from midflight.types import Version, facts
 
 
@@ -22,6 +22,7 @@ class StepLine(
     version: Version
     seconds: float
     step_seconds: float
+    eta_seconds: float | None = None
     tokens: int
     groups: int | None = None
     rollouts: int
@@ -44,7 +45,13 @@ class StepLine(
     staleness_max: int | None = None
     generation_rate: float
     training_rate: float
+    training_seconds: float = 0.0
     overlap_share: float | None = None
+    engine_busy: float | None = None
+    trainer_busy: float | None = None
+    slots_used: float | None = None
+    bound: Bound = Bound.UNKNOWN
+    advice: str = ""
     waits: dict[str, float] | None = None
     dropped: dict[str, int] | None = None
     stage_seconds: float | None = None

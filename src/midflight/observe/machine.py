@@ -2,7 +2,6 @@
 them into its folder when it starts. This module imports no torch.
 """
 
-import json
 import os
 import platform
 from importlib import metadata
@@ -35,17 +34,6 @@ def machine() -> dict[str, str]:
     found["memory"] = size(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     found["devices"] = ", ".join(filter(None, devices))
     return {name: value for name, value in found.items() if value}
-
-
-def processors_of(folder: Path) -> int | None:
-    """Returns the number of processors of the machine of the run in this folder, or None if it is
-    not known.
-    """
-    try:
-        said = json.loads((folder / MACHINE).read_bytes())["processors"]
-        return int(said.partition(" x ")[0])
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return None
 
 
 def package_version(name: str) -> str | None:

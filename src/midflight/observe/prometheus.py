@@ -17,7 +17,7 @@ from prometheus_client.utils import floatToGoString
 
 from midflight.observe.failures import Failures
 from midflight.observe.status import LearningStatus
-from midflight.types import Accounts, Fate, facts
+from midflight.types import Accounts, Fate, Kind, facts
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
@@ -474,10 +474,14 @@ class Metrics:
                     self._ignored.labels(path, field).inc()
 
     def _rollout(self, rollout: facts.RolloutEnded) -> None:
+        """Counts a rollout of training, and the failures of evaluations too."""
+        if rollout.reward is None:
+            self._failed_rollouts.labels(self._failures.add(rollout.error)).inc()
+        if rollout.key.kind is not Kind.TRAINING:
+            return
         if rollout.reward is None:
             self._rollout_seconds.labels(rollout.source).observe(rollout.seconds)
             self._rollouts.labels(rollout.source, "no").inc()
-            self._failed_rollouts.labels(self._failures.add(rollout.error)).inc()
         else:
             seconds, scored, reward = self._of_source(rollout.source)
             seconds.observe(rollout.seconds)

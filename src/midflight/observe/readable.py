@@ -53,11 +53,11 @@ def heldout(source: SourceStatus, *, digits: int = 3) -> str:
     """`0.500 → 0.800 (256 tasks)`, with the number of tasks that failed if there were any."""
     scores = number(source.heldout_before, digits=digits)
     if source.was_evaluated_again:
-        scores += f" → {number(source.heldout_last, digits=digits)}"
-    if not source.failed_before and not source.failed_last:
+        scores += f" → {number(source.heldout_after, digits=digits)}"
+    if not source.failed_before and not source.failed_after:
         return f"{scores} ({source.num_heldout} tasks)"
     first = f"{source.failed_before} and " if source.was_evaluated_again else ""
-    mark = ": do not compare" if source.is_incomplete else ""
+    mark = ": do not compare" if source.incomplete else ""
     total = source.num_heldout + source.num_failed
     return f"{scores} ({first}{source.num_failed} of {total} tasks failed{mark})"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 
@@ -79,6 +80,9 @@ class Spans:
             end = max(end, self.ends[after - 1])
         self.starts[first:after] = [start]
         self.ends[first:after] = [end]
+
+    def __iter__(self) -> Iterator[tuple[float, float]]:
+        return zip(self.starts, self.ends, strict=True)
 
     def length(self) -> float:
         return sum(self.ends) - sum(self.starts)

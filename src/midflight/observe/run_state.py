@@ -15,12 +15,14 @@ from midflight.observe.learning import LEARNED_FROM, Learning
 from midflight.observe.rolling import Mean, Overlap, Rate
 from midflight.observe.status import (
     TRAINER_KEYS,
-    IdleTime,
     MemberChanges,
     Phase,
     SourceStatus,
     Status,
     Totals,
+    idle_times,
+    is_incomplete,
+    oldest_age,
 )
 from midflight.types import Accounts, Kind, Version, facts
 
@@ -53,15 +55,17 @@ class SourceState:
         if self.first is None or self.last is None:
             return SourceStatus(name, reward, self.num_rollouts)
         evaluated_again = self.last is not self.first
+        scores = (self.first, self.last)
         return SourceStatus(
             name,
             reward,
             self.num_rollouts,
             self.last.num_tasks,
             heldout_before=self.first.mean_reward,
-            heldout_last=self.last.mean_reward if evaluated_again else None,
+            heldout_after=self.last.mean_reward if evaluated_again else None,
             failed_before=self.first.num_failed,
-            failed_last=self.last.num_failed if evaluated_again else 0,
+            failed_after=self.last.num_failed if evaluated_again else 0,
+            incomplete=any(is_incomplete(one.num_tasks, one.num_failed) for one in scores),
         )
 
 
@@ -106,8 +110,7 @@ class RunState:
         self._generation = Rate(RATE_SECONDS)
         self._training = Rate(RATE_SECONDS)
         self._running: dict[str, tuple[int, float]] = {}
-        self._waits: defaultdict[tuple[str, str], float] = defaultdict(float)
-        self._dropped: Counter[str] = Counter()
+        self._waits: defaultdict[str, float] = defaultdict(float)
         self._quarantined: dict[str, str] = {}
         self._joined: dict[str, bool] = {}  # whether it serves by now
         self._num_left = 0
@@ -152,15 +155,12 @@ class RunState:
                 self._counts["failed_requests"] += 1
             case facts.RolloutEnded():
                 self._rollout(fact)
-            case facts.GroupClosed(reason=reason):
-                self._dropped[reason.value] += 1
             case facts.Waited():
-                self._waits[fact.who, fact.for_whom] += fact.seconds
+                self._waits[f"{fact.who} for {fact.for_whom}"] += fact.seconds
             case facts.Leased(staleness=ages):
                 self._ages.append(ages)
-                oldest = max((age for age, tokens in ages.items() if tokens), default=0)
-                if oldest > self._counts["max_token_staleness"]:
-                    self._counts["max_token_staleness"] = oldest
+                oldest = self._counts["max_token_staleness"]
+                self._counts["max_token_staleness"] = max(oldest, oldest_age(ages) or 0)
             case facts.Stepped():
                 self._stepped(fact)
             case facts.WeightsCommitted(version=version) if version > self._live:
@@ -246,7 +246,6 @@ class RunState:
         for name, number in known.items():
             self._counts[name] = max(self._counts[name], number)
         self._counts["trained_tokens"] = accounts.trained_tokens
-        self._dropped = Counter(accounts.dropped)
         for source in chain(resumed.scored, resumed.failed):
             number = resumed.scored.get(source, 0) + resumed.failed.get(source, 0)
             self.sources.setdefault(source, SourceState()).num_rollouts = number
@@ -295,6 +294,7 @@ class RunState:
             version=self._version,
             seconds=self._before + now - self._began,
             start_seconds=now - self._began,
+            training_seconds=self.overlap.seconds(now),
             eta_seconds=self._eta(now),
             evaluated=self._evaluation[0],
             to_evaluate=self._evaluation[1],
@@ -310,8 +310,7 @@ class RunState:
             failures=dict(self._failures.counts.most_common()),
             learning=self.learning.status(),
             trainer=self._trainer,
-            waits=self._wait_shares(now),
-            dropped=dict(self._dropped),
+            waits=idle_times(self._waits, self.overlap.seconds(now)),
             accounts=None if self.accounts is None else self.accounts(),
             engine_busy=shares[ENGINE],
             slots_used=used,
@@ -352,15 +351,6 @@ class RunState:
         if not self._slots or seconds <= 0 or not self._step_ends:
             return None
         return min(1.0, self._slot_seconds / (self._slots * seconds))
-
-    def _wait_shares(self, now: float) -> tuple[IdleTime, ...]:
-        phase = self.overlap.seconds(now)
-        longest_first = sorted(self._waits.items(), key=lambda item: -item[1])
-        waits: list[IdleTime] = []
-        for (who, whom), seconds in longest_first:
-            share = min(1.0, seconds / phase) if phase > 0 else 0.0
-            waits.append(IdleTime(who, whom, seconds, share))
-        return tuple(waits)
 
     def _eta(self, now: float) -> float | None:
         if len(self._step_ends) < 2 or self._phase is not Phase.TRAINING:

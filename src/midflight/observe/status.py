@@ -48,20 +48,22 @@ class SourceStatus:
     """One source of tasks: the recent reward of its training rollouts, and the mean reward on its
     held-out tasks in the first and in the last evaluation.
 
-    After a single evaluation only `heldout_before` is known. `num_heldout` counts the tasks scored
-    in the last evaluation.
+    After a single evaluation only what is named `before` is known. `num_heldout` counts the tasks
+    scored in the last evaluation.
     """
 
-    name: str
+    name: str = ""
     reward: float | None = None
     num_rollouts: int = 0
     num_heldout: int = 0
     heldout_before: float | None = None
-    heldout_last: float | None = None
+    heldout_after: float | None = None
     failed_before: int = 0
     """Held-out tasks without a score in the first evaluation. They are in no mean."""
-    failed_last: int = 0
+    failed_after: int = 0
     """The same in the last evaluation."""
+    incomplete: bool = False
+    """True if its scores can't be compared, because too many tasks are missing from one of them."""
 
     @property
     def was_evaluated(self) -> bool:
@@ -69,22 +71,17 @@ class SourceStatus:
 
     @property
     def was_evaluated_again(self) -> bool:
-        return self.heldout_last is not None or self.failed_last > 0
+        return self.heldout_after is not None or self.failed_after > 0
 
     @property
     def num_failed(self) -> int:
         """Held-out tasks without a score in the last evaluation."""
-        return self.failed_last if self.was_evaluated_again else self.failed_before
+        return self.failed_after if self.was_evaluated_again else self.failed_before
 
     @property
-    def is_incomplete(self) -> bool:
-        """True if its scores can't be compared, because too many tasks are missing from one of
-        them.
-        """
-        total = self.num_heldout + self.num_failed
-        if is_incomplete(total - self.failed_before, self.failed_before):
-            return True
-        return is_incomplete(total - self.failed_last, self.failed_last)
+    def heldout_newest(self) -> float | None:
+        """The mean reward in the last evaluation."""
+        return self.heldout_after if self.was_evaluated_again else self.heldout_before
 
 
 INCOMPLETE_SHARE = 0.05
@@ -93,6 +90,19 @@ INCOMPLETE_SHARE = 0.05
 
 def is_incomplete(num_scored: int, num_failed: int) -> bool:
     return num_failed > INCOMPLETE_SHARE * (num_scored + num_failed)
+
+
+def mean_age(ages: Mapping[int, int]) -> float | None:
+    """The mean age of tokens that are counted by age, or None if there are none."""
+    tokens = sum(ages.values())
+    if not tokens:
+        return None
+    return sum(age * count for age, count in ages.items()) / tokens
+
+
+def oldest_age(ages: Mapping[int, int]) -> int | None:
+    """The largest age that some token has, or None if there are no tokens."""
+    return max((age for age, count in ages.items() if count), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +138,26 @@ class LearningStatus:
 @dataclass(frozen=True, slots=True)
 class IdleTime:
     """The side `who` was idle for `seconds` in all because of the side `for_whom`. `share` is their
-    share of the training phase.
+    share of the training phase, or None if its length is not known.
     """
 
     who: str
     for_whom: str
     seconds: float
-    share: float
+    share: float | None
+
+    def __str__(self) -> str:
+        return f"{self.who} for {self.for_whom}"
+
+
+def idle_times(seconds: Mapping[str, float], training_seconds: float) -> tuple[IdleTime, ...]:
+    """The idle times, longest first. `seconds` has them by texts such as `trainer for engines`."""
+    found: list[IdleTime] = []
+    for text, waited in sorted(seconds.items(), key=lambda item: -item[1]):
+        who, _, for_whom = text.partition(" for ")
+        share = min(1.0, waited / training_seconds) if training_seconds > 0 else None
+        found.append(IdleTime(who, for_whom, waited, share))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +211,8 @@ class Status:
     """The seconds that the run has run, over all its starts."""
     start_seconds: float = 0.0
     """Seconds since this start."""
+    training_seconds: float = 0.0
+    """Length of the training phase of this start, as far as it has come."""
     eta_seconds: float | None = None
     """Seconds until the last step; none before two steps."""
     warm_start: WarmStartStatus | None = None
@@ -217,8 +242,6 @@ class Status:
     """`TRAINER_KEYS` of the last step."""
     waits: tuple[IdleTime, ...] = ()
     """Longest first."""
-    dropped: dict[str, int] = field(default_factory=dict[str, int])
-    """Groups by reason."""
     accounts: Accounts | None = None
     """None if nothing is trained."""
     engine_busy: float | None = None
@@ -238,6 +261,11 @@ class Status:
     sample: facts.Shown | None = None
     """The last rollout that ended with tokens to train on, if rollouts are shown."""
 
+    @property
+    def dropped(self) -> Mapping[str, int]:
+        """The groups that were dropped, by reason, over all starts of the run."""
+        return {} if self.accounts is None else self.accounts.dropped
+
 
 def merge_statuses(first: Status, others: Sequence[Status]) -> Status:
     """The status of several rollout processes as one: counts and rates are summed, and the rest is
@@ -251,7 +279,6 @@ def merge_statuses(first: Status, others: Sequence[Status]) -> Status:
         accounts=_summed(accounts) if accounts else None,
         staleness=_sums(one.staleness for one in every),
         failures=_sums(one.failures for one in every),
-        dropped=_sums(one.dropped for one in every),
         generation_rate=sum(one.generation_rate for one in every),
         training_rate=sum(one.training_rate for one in every),
     )

@@ -1,30 +1,24 @@
 """`summary.json`: the result of the run, in the numbers by which it is judged."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from midflight.observe.atomic_write import write_whole
-from midflight.observe.history import read_journal
-from midflight.observe.status import LearningStatus, SourceStatus, Status
+from midflight.observe.history import JournalHistory, read_journal
+from midflight.observe.status import (
+    Bound,
+    IdleTime,
+    LearningStatus,
+    SourceStatus,
+    Status,
+    idle_times,
+)
 from midflight.types import Accounts
 
-
-@dataclass(frozen=True, slots=True)
-class SourceSummary:
-    """One source: the mean reward on its held-out tasks before and after training, sampled at the
-    policy's temperature.
-    """
-
-    heldout_before: float | None
-    heldout_after: float | None
-    num_heldout: int
-    reward: float | None
-    failed_before: int = 0
-    failed_after: int = 0
-    incomplete: bool = False
-    """Too many tasks are without a score to compare the two."""
+SUMMARY = "summary.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,83 +33,114 @@ class StartNotes:
 class Summary:
     """The keys of `summary.json`, which docs/metrics.md defines. The scores of the primary source
     have keys of their own, those of all sources are under `sources`.
+
+    Everything that shows a run's figures takes them from here: the launcher makes a summary of the
+    last status of the run, and `summary_of` reads one, or makes one of a run's journal.
     """
 
-    name: str
-    primary: str | None
-    heldout_before: float | None
-    heldout_after: float | None
-    seconds: float
-    start_seconds: float
-    peak_memory_mb: float
-    steps: int
-    version: int
-    weight_updates: int
-    rollouts: int
-    rollouts_spanning_versions: int
-    failed_rollouts: int
-    failed_requests: int
-    generated_tokens: int
-    trained_tokens: int
-    max_token_staleness: int
-    overlap_share: float | None
-    engine_busy: float | None
-    trainer_busy: float | None
-    bound: str
-    advice: str
+    name: str = ""
+    primary: str | None = None
+    heldout_before: float | None = None
+    heldout_after: float | None = None
+    seconds: float = 0.0
+    start_seconds: float = 0.0
+    training_seconds: float = 0.0
+    peak_memory_mb: float | None = None
+    """None if it is not known, because the run has not ended in order."""
+    steps: int = 0
+    version: int = 0
+    weight_updates: int = 0
+    rollouts: int = 0
+    rollouts_spanning_versions: int = 0
+    failed_rollouts: int = 0
+    failed_requests: int = 0
+    generated_tokens: int = 0
+    trained_tokens: int = 0
+    max_token_staleness: int = 0
+    overlap_share: float | None = None
+    engine_busy: float | None = None
+    trainer_busy: float | None = None
+    bound: Bound = Bound.UNKNOWN
+    advice: str = ""
     loss: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     slots_used: float | None = None
     turns_mean: float | None = None
     learning: LearningStatus = field(default_factory=LearningStatus)
-    failures: dict[str, int] = field(default_factory=dict[str, int])
-    sources: dict[str, SourceSummary] = field(default_factory=dict[str, SourceSummary])
-    waits: dict[str, float] = field(default_factory=dict[str, float])
-    dropped: dict[str, int] = field(default_factory=dict[str, int])
+    failures: Mapping[str, int] = field(default_factory=dict[str, int])
+    sources: Mapping[str, SourceStatus] = field(default_factory=dict[str, SourceStatus])
+    waits: Mapping[str, float] = field(default_factory=dict[str, float])
+    dropped: Mapping[str, int] = field(default_factory=dict[str, int])
     accounts: Accounts | None = None
+
+    @property
+    def idle_times(self) -> tuple[IdleTime, ...]:
+        """Who waited for whom in the training phase, longest first."""
+        return idle_times(self.waits, self.training_seconds)
 
 
 def past_seconds(folder: Path) -> float:
     """Returns the seconds that the run in this folder has run before it goes on. They come from its
     last summary, or from its journal if it was killed since.
     """
-    path = folder / "summary.json"
-    seconds = 0.0
-    if path.exists():
-        seconds = msgspec.json.decode(path.read_bytes()).get("seconds", 0.0)
+    ended = _read(folder)
+    seconds = 0.0 if ended is None else ended.seconds
     return max(seconds, read_journal(folder / "metrics.jsonl").seconds)
+
+
+def summary_of(folder: Path, past: JournalHistory) -> Summary:
+    """The figures of the run in a folder, so far. `past` is its journal. They are those of its
+    summary, or those of its last step if that was made since.
+    """
+    ended = _read(folder)
+    if ended is not None and ended.version >= past.version:
+        return ended
+    first = past.evaluations[0].source if past.evaluations else None
+    return summarise(past.status(), primary=first)
+
+
+def _read(folder: Path) -> Summary | None:
+    """The summary in a folder. None if there is none, or if it is being written."""
+    try:
+        return msgspec.json.decode((folder / SUMMARY).read_bytes(), type=Summary)
+    except (OSError, msgspec.MsgspecError):
+        return None
 
 
 def summarise(
     status: Status,
     *,
     primary: str | None,
-    seconds: float,
-    peak_memory_mb: float,
+    seconds: float | None = None,
+    peak_memory_mb: float | None = None,
     before: float = 0.0,
     said: StartNotes = StartNotes(),
 ) -> Summary:
     """Returns the summary of a run from its last status. `primary` is the source whose held-out
-    score counts; `before` is the time that the starts before this one ran, in seconds.
+    score counts. `seconds` is the time that this start ran, and `before` the time that the starts
+    before it ran; without `seconds` the status knows the time.
     """
-    sources = {source.name: _source_summary(source) for source in status.sources}
-    first = sources.get(primary) if primary is not None else None
-    waits = {f"{wait.who} for {wait.for_whom}": round(wait.seconds, 3) for wait in status.waits}
+    if seconds is None:
+        before = status.seconds - status.start_seconds
+        seconds = status.start_seconds
+    sources = {source.name: source for source in status.sources}
+    first = sources.get(primary or "", SourceStatus())
     return Summary(
         name=status.name,
         primary=primary,
-        heldout_before=first.heldout_before if first else None,
-        heldout_after=first.heldout_after if first else None,
+        heldout_before=first.heldout_before,
+        heldout_after=first.heldout_after,
         seconds=round(before + seconds, 3),
         start_seconds=round(seconds, 3),
-        peak_memory_mb=round(peak_memory_mb, 1),
+        training_seconds=round(status.training_seconds, 3),
+        peak_memory_mb=None if peak_memory_mb is None else round(peak_memory_mb, 1),
         steps=status.step,
         version=status.version,
         **asdict(status.totals),
         overlap_share=status.overlap_share,
         engine_busy=status.engine_busy,
         trainer_busy=status.trainer_busy,
-        bound=status.bound.value,
+        bound=status.bound,
         advice=status.advice,
         slots_used=status.slots_used,
         loss=said.loss,
@@ -124,21 +149,9 @@ def summarise(
         learning=status.learning,
         failures=status.failures,
         sources=sources,
-        waits=waits,
+        waits={str(wait): round(wait.seconds, 3) for wait in status.waits},
         dropped=status.dropped,
         accounts=status.accounts,
-    )
-
-
-def _source_summary(source: SourceStatus) -> SourceSummary:
-    return SourceSummary(
-        heldout_before=source.heldout_before,
-        heldout_after=source.heldout_last,
-        num_heldout=source.num_heldout,
-        reward=source.reward,
-        failed_before=source.failed_before,
-        failed_after=source.failed_last,
-        incomplete=source.is_incomplete,
     )
 
 

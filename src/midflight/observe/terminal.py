@@ -21,8 +21,23 @@ from rich.text import Text
 from midflight.observe.completions import in_a_line, visible
 from midflight.observe.failures import most_common
 from midflight.observe.logs import json_line
-from midflight.observe.readable import UNKNOWN, duration, heldout, number, percent, unclaimed_words
-from midflight.observe.status import Bound, MemberChanges, Phase, SourceStatus, Status
+from midflight.observe.readable import (
+    UNKNOWN,
+    busy_words,
+    duration,
+    heldout,
+    number,
+    percent,
+    unclaimed_words,
+)
+from midflight.observe.status import (
+    Bound,
+    MemberChanges,
+    Phase,
+    SourceStatus,
+    Status,
+    mean_age,
+)
 from midflight.types import facts
 
 PLAIN_SECONDS = 5.0
@@ -179,7 +194,7 @@ def plain_line(status: Status) -> str:
         ]
         if status.waits:
             longest = status.waits[0]
-            parts.append(f"{longest.who} waits for {longest.for_whom} {longest.share:.0%}")
+            parts.append(f"{longest.who} waits for {longest.for_whom} {percent(longest.share)}")
     parts += _troubles(status)
     return "  ".join(part for part in parts if part)
 
@@ -227,7 +242,7 @@ def _rows(status: Status) -> list[tuple[str, RenderableType]]:
     if _is_lopsided(status):
         rows.append(("advice", Text(status.advice)))
     if status.waits:
-        waits = (f"{w.who} for {w.for_whom} {w.share:.0%}" for w in status.waits[:MAX_WAITS])
+        waits = (f"{wait} {percent(wait.share)}" for wait in status.waits[:MAX_WAITS])
         rows.append(("waiting", Text(", ".join(waits))))
     troubles = _troubles(status)
     if troubles:
@@ -282,7 +297,7 @@ def _warm_start(status: Status) -> list[tuple[str, RenderableType]]:
 def _source(source: SourceStatus) -> RenderableType:
     text = Text.assemble((f"{number(source.reward):>6}", "bold green"), f"  {source.name}")
     if source.was_evaluated:
-        text.append(f"   held out {heldout(source)}", "yellow" if source.is_incomplete else "")
+        text.append(f"   held out {heldout(source)}", "yellow" if source.incomplete else "")
     return text
 
 
@@ -366,10 +381,8 @@ def _histogram(staleness: dict[int, int]) -> str:
 
 
 def _mean_age(status: Status) -> str:
-    tokens = sum(status.staleness.values())
-    if not tokens:
-        return UNKNOWN
-    return f"{sum(age * n for age, n in status.staleness.items()) / tokens:.2f}"
+    age = mean_age(status.staleness)
+    return UNKNOWN if age is None else f"{age:.2f}"
 
 
 def _speed(status: Status) -> str:
@@ -382,12 +395,12 @@ def _speed(status: Status) -> str:
 
 
 def _busy(status: Status) -> str:
-    slots = "" if status.slots_used is None else f" ({percent(status.slots_used)} of slots)"
-    shares = (
-        f"engine {percent(status.engine_busy)}{slots}, trainer "
-        f"{percent(status.trainer_busy)}, both {percent(status.overlap_share)}"
+    shares = busy_words(
+        engine_busy=status.engine_busy,
+        trainer_busy=status.trainer_busy,
+        slots_used=status.slots_used,
     )
-    return f"{shares}   {status.bound.value}"
+    return f"{shares}, both {percent(status.overlap_share)}   {status.bound}"
 
 
 def _members(changes: MemberChanges) -> str:

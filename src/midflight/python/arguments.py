@@ -18,7 +18,8 @@ from midflight.config.model_checks import check_teacher
 from midflight.entries import ENTRY
 from midflight.environments.rows import plain
 from midflight.errors import ConfigError
-from midflight.run.launcher.folder import ROWS
+from midflight.run.launcher.folder import ROWS, is_stored
+from midflight.run.launcher.trial import to_terminal
 
 Tables = Mapping[str, Mapping[str, object]]
 Weighted = Sequence[object]
@@ -140,7 +141,8 @@ class Arguments:
             "model": {"path": self.model},
             "environment": environment,
         }
-        config = load_config(file, table=_laid_over(tables, own))
+        note = to_terminal if file is not None and is_stored(Path(file)) else None
+        config = load_config(file, table=_laid_over(tables, own), note=note)
         if rows is not None:
             config = with_rows(config, config.run.folder / ROWS)
         packed = objects.packed()

@@ -11,8 +11,8 @@ from midflight.observe.status import Status
 from midflight.observe.summary import Summary
 from midflight.python.run_folder import JournalLines
 from midflight.run.launcher import launch
-from midflight.run.launcher.ending import LOOK_SECONDS
 from midflight.run.launcher.program import Program
+from midflight.run.launcher.shutdown import LOOK_SECONDS
 from midflight.run.parts import Message, Progress
 
 ENDING_SECONDS = 15.0

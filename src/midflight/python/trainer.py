@@ -32,7 +32,7 @@ from midflight.cli.put_back import put_back_at
 from midflight.errors import ConfigError
 from midflight.models.gguf_folders import model_folder
 from midflight.observe.lines import CheckpointLine, EvaluationLine, Line, StepLine
-from midflight.observe.named import named
+from midflight.observe.metrics import metrics_of
 from midflight.observe.status import Status
 from midflight.observe.summary import Summary
 from midflight.python.arguments import Arguments, Tables, Weighted
@@ -40,8 +40,8 @@ from midflight.python.background import BackgroundRun
 from midflight.python.callbacks import Callbacks
 from midflight.python.run_folder import JournalLines, RolloutRecord, rollouts_of
 from midflight.run.launcher import launch
-from midflight.run.launcher.ending import LOOK_SECONDS
 from midflight.run.launcher.program import Program
+from midflight.run.launcher.shutdown import LOOK_SECONDS
 from midflight.run.parts import Message, Progress
 
 
@@ -284,7 +284,12 @@ class Trainer:
             put_back_at(self.folder)
         read = frozenset[int]() if self._under_way is None else self._under_way.before
         rows = [
-            {"step": line.step, "version": line.version, "seconds": line.seconds, **named(line)}
+            {
+                "step": line.step,
+                "version": line.version,
+                "seconds": line.seconds,
+                **metrics_of(line),
+            }
             for line in _steps(JournalLines(self.folder / "metrics.jsonl", read=read).new())
         ]
         return pandas.DataFrame(rows).set_index("step") if rows else pandas.DataFrame()

@@ -4,7 +4,6 @@ network, or Markdown with its plots beside it.
 
 import base64
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,17 +13,18 @@ import jinja2
 import msgspec
 
 from midflight.archive.conversation import conversation_of
-from midflight.archive.ledger import MEANINGS, Ledger, ledger_of
+from midflight.archive.ledger import Ledger, ledger_of
 from midflight.archive.phases import RunPhase, phases_of
-from midflight.archive.runs import SUMMARY, ArchivedRun, differences, flat, open_runs
+from midflight.archive.runs import ArchivedRun, differences, flat, open_runs
 from midflight.archive.samples import SampleChoice, chosen, in_words
 from midflight.errors import ConfigError, MidflightError
 from midflight.observe import plot
 from midflight.observe.atomic_write import write_whole
 from midflight.observe.history import JournalHistory
 from midflight.observe.machine import MACHINE
-from midflight.observe.readable import UNKNOWN, busy_words, duration, number
-from midflight.types import Fate, Json, Reason
+from midflight.observe.readable import UNKNOWN, duration, number
+from midflight.observe.summary import SUMMARY
+from midflight.types import Json
 
 FORMATS = {".html": "page.html", ".md": "page.md"}
 MAX_SAMPLES = 3
@@ -34,21 +34,6 @@ SHOWN = {
     "worst": "reward was lowest",
     "failed": "there was no reward",
 }
-_NUMBERS = {
-    "heldout_before": "held out, before",
-    "heldout_after": "held out, after",
-    "steps": "steps",
-    "seconds": "time",
-    "rollouts": "rollouts",
-    "failed_rollouts": "failed rollouts",
-    "rollouts_spanning_versions": "rollouts over several versions",
-    "generated_tokens": "tokens generated",
-    "trained_tokens": "tokens trained",
-    "max_token_staleness": "oldest trained token, in versions",
-    "overlap_share": "engines and trainer busy together",
-    "peak_memory_mb": "peak memory, MB",
-}
-"""The numbers of the summary that are shown, in their order, with their labels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +50,7 @@ class RunReport:
 
     title: str
     folder: str
-    condition: str
     numbers: tuple[tuple[str, str], ...]
-    verdict: str
-    advice: str
     phases: tuple[RunPhase, ...]
     heldout: tuple[tuple[str, ...], ...]
     alarms: tuple[tuple[str, str], ...]
@@ -152,18 +134,14 @@ def write_report(folders: Sequence[Path], out: Path) -> list[Path]:
 def report_of(run: ArchivedRun, title: str) -> RunReport:
     """The report of one run. Its notes say why a part that could not be read is missing."""
     missing = _Missing()
-    past = run.journal().past
+    described = run.describe()
+    past = run.readings.past
+    summary = described.summary
     folder = run.folder
-    summary = _read(folder / SUMMARY)
-    if not summary:
+    if summary.peak_memory_mb is None:
         missing.notes.append(
             f"no {SUMMARY}: the run has not ended in order, and numbers are those of its last step"
         )
-    phases = cast(
-        "list[RunPhase]",
-        missing.tried("phases", lambda: phases_of(folder, seconds=summary.get("seconds")), []),
-    )
-    training = next((phase for phase in phases if phase.name == "training"), None)
     ledger = cast("Ledger | None", missing.tried("ledger", lambda: ledger_of(folder), None))
     machine = _read(folder / MACHINE)
     if not machine:
@@ -171,35 +149,21 @@ def report_of(run: ArchivedRun, title: str) -> RunReport:
             f"no {MACHINE}: the run was made by an older Midflight, which did not write down where "
             "it ran"
         )
-    verdict = training.verdict if training else ""
-    advice = training.advice if training else ""
-    if summary.get("engine_busy") is not None:
-        # The summary counts the steps of the engines, which is more exact.
-        shares = {name: summary.get(name) for name in ("engine_busy", "trainer_busy", "slots_used")}
-        verdict = f"{summary['bound']}: {busy_words(**shares)}"
-        advice = str(summary["advice"])
     return RunReport(
         title=title,
         folder=str(folder),
-        condition=run.describe().condition.value,
-        numbers=tuple(_numbers(summary, past)),
-        verdict=verdict,
-        advice=advice,
-        phases=tuple(phases),
+        numbers=tuple(described.rows()),
+        phases=tuple(phases_of(past, summary)),
         heldout=tuple(_heldout(past)),
         alarms=tuple((f"step {alarm.step}: {alarm.name}", alarm.text) for alarm in past.alarms),
         samples=tuple(_samples(folder, missing)),
         ledger=() if ledger is None else tuple(_ledger(ledger)),
-        balance="" if ledger is None else _balance(ledger),
+        balance="" if ledger is None else ledger.balance,
         options=flat(run.config()),
         machine={name: str(value) for name, value in machine.items()},
-        loss=tuple(map(str, cast("list[str]", summary.get("loss", ())))),
+        loss=summary.loss,
         notes=tuple(missing.notes),
     )
-
-
-def _balance(ledger: Ledger) -> str:
-    return "it balances" if ledger.balanced else "; ".join(ledger.mistakes)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -210,25 +174,6 @@ def _read(path: Path) -> dict[str, Any]:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError):
         return {}
-
-
-def _numbers(summary: Mapping[str, Any], past: JournalHistory) -> Iterator[tuple[str, str]]:
-    last = past.steps[-1]
-    known: dict[str, Any] = {"steps": last.step, "seconds": past.seconds}
-    known.update(msgspec.to_builtins(last.totals))
-    known.update(summary)
-    for name, label in _NUMBERS.items():
-        value = known.get(name)
-        if value is None:
-            continue
-        if name == "seconds":
-            yield label, duration(value)
-        elif isinstance(value, int):
-            yield label, f"{value:,}"
-        else:
-            yield label, number(value)
-    if last.reward is not None:
-        yield "reward, last step", number(last.reward)
 
 
 def _heldout(past: JournalHistory) -> Iterator[tuple[str, ...]]:
@@ -263,19 +208,8 @@ def _samples(folder: Path, missing: _Missing) -> Iterator[ReportSample]:
 
 
 def _ledger(ledger: Ledger) -> Iterator[tuple[str, str, str]]:
-    totals = Counter[tuple[Fate, Reason | None]]()
-    for line in ledger.sources:
-        totals.update(line.tokens)
-    fates = list(Fate)
-    places = sorted(totals, key=lambda place: (fates.index(place[0]), place[1] or ""))
-    yield "generated", f"{totals.total():,}", "by rollouts that have ended"
-    for place in places:
-        fate, reason = place
-        if reason:
-            yield f"{fate}: {reason}", f"{totals[place]:,}", MEANINGS[reason]
-        else:
-            yield str(fate), f"{totals[place]:,}", ""
-    yield "in flight", f"{ledger.in_flight:,}", "completed turns of rollouts that go on"
+    for name, *_, tokens, meaning in ledger.token_rows():
+        yield name, tokens, meaning
 
 
 def _pictures(pasts: Mapping[str, JournalHistory]) -> dict[str, bytes]:

@@ -15,7 +15,7 @@ import msgspec
 
 from midflight.errors import MidflightError
 from midflight.observe.run_state import Status
-from midflight.run.heart import Beat, Heartbeat
+from midflight.run.heartbeat import Beat, Heartbeat
 
 T = TypeVar("T")
 
@@ -276,7 +276,7 @@ class LauncherPipe:
         self._file = os.fdopen(os.dup(1), "wb", buffering=0)
         os.dup2(2, 1)
         self._lock = threading.Lock()
-        self.heart = Heartbeat(self.tell)
+        self.heartbeat = Heartbeat(self.tell)
 
     def tell(self, message: Message) -> None:
         """Sends a message. A launcher that is gone is no error here: this process ends with it."""

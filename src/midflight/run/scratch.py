@@ -15,7 +15,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from midflight.weights.transports.files import SHARED, remove_stale
+from midflight.weights.transports.memory_files import remove_stale, shared_places
 
 PREFIX = "midflight"
 """The beginning of all our names in folders that we share with other programs."""
@@ -37,10 +37,11 @@ def scratch_folder(name: str = PREFIX) -> Generator[Path]:
     No other run removes it while this process lives. It is removed at the end of the block, or, if
     this process was killed, by the next run on this machine.
     """
+    in_memory, among_files = shared_places()
     try:
-        folder, lock = _locked_folder(SHARED, name)
+        folder, lock = _locked_folder(in_memory, name)
     except OSError:
-        folder, lock = _locked_folder(Path(tempfile.gettempdir()), name)
+        folder, lock = _locked_folder(among_files, name)
     try:
         yield folder
     finally:
@@ -52,8 +53,8 @@ def remove_left() -> None:
     """Removes the folders that dead processes of any run left. A locked folder is in use; a folder
     of another user stays.
     """
-    remove_stale(PREFIX)
-    for place in {SHARED, Path(tempfile.gettempdir())}:
+    remove_stale(PREFIX, shared_places())
+    for place in set(shared_places()):
         for folder in place.glob(f"{PREFIX}-*{_SUFFIX}"):
             with contextlib.suppress(OSError):
                 lock = _lock(folder)

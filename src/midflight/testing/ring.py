@@ -30,9 +30,9 @@ from midflight.ports import Engine, SessionHandle
 from midflight.run.api.service import RolloutService
 from midflight.run.api.teacher import Teacher
 from midflight.run.parts import serve_while
-from midflight.run.rollout.served import ShardRole
 from midflight.run.rollout.serving import ALONE, Agents, Serving
 from midflight.run.rollout.system import RolloutSystem
+from midflight.run.rollout.version_followers import ShardRole
 from midflight.run.trainer.training import Stage, Steps, TrainingLoop, WeightsOutlet
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.store import Store
@@ -98,7 +98,7 @@ class SimulatedTrainer:
     def publish(self, version: Version) -> WeightManifest:
         """The manifest of a version. Scripted engines start with the first version."""
         fingerprint = "initial" if version == self._first else f"weights-{version}"
-        return WeightManifest(version, fingerprint, "file", "nowhere", ())
+        return WeightManifest(version, fingerprint, "shared_memory", "nowhere", ())
 
     def pass_over(self, version: Version) -> None:
         self.passed_over.append(version)

@@ -17,7 +17,7 @@ from midflight.observe.lines import (
     ResumeLine,
     StepLine,
 )
-from midflight.observe.named import named
+from midflight.observe.metrics import metrics_of
 from midflight.trackers.tracker import TrackedRun, Tracker
 from midflight.types import Json
 
@@ -110,7 +110,7 @@ def tell(tracker: Tracker, line: Line, told: DeliveryLog) -> None:
         case AlarmLine():
             tracker.table(line.step, "alarms", ("alarm", "text"), [(line.name, line.text)])
         case StepLine() | EvaluationLine():
-            tracker.scalars(line.step, named(line))
+            tracker.scalars(line.step, metrics_of(line))
             if isinstance(line, StepLine):
                 for name, edges, counts in histograms(line):
                     tracker.histogram(line.step, name, edges, counts)

@@ -144,7 +144,9 @@ def say(said: TrackerMessage) -> None:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher says when to end
     folder = Path(sys.argv[1])
-    config = load_config(folder / "config.toml", [f"run.folder={folder}"])
+    config = load_config(
+        folder / "config.toml", [f"run.folder={folder}"], note=lambda _: None
+    )  # the launcher has said what is read as its replacement
     sys.stdout = sys.stderr  # prints of trackers are no messages
     use_json_logs()
     ending = threading.Event()

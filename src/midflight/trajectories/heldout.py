@@ -3,7 +3,7 @@ run's store, for people to read.
 
 They are not in the books, and no step waits for them. The file has the tables of the store: a group
 for each task, whose epoch is the version that answered. It is bounded by the rollouts of an
-evaluation (`evaluation.keep`) and by the number of evaluations.
+evaluation (`KEPT_ROLLOUTS`) and by the number of evaluations.
 """
 
 import logging
@@ -15,6 +15,8 @@ from midflight.trajectories.database import Database, State, columns, encode_tas
 from midflight.types import facts
 
 HELDOUT = "evaluations.sqlite"
+KEPT_ROLLOUTS = 32
+"""The rollouts of each source whose conversations an evaluation keeps."""
 KEPT_EVALUATIONS = 20
 """The evaluations that are kept: the first one, to compare with, and the newest ones."""
 
@@ -34,9 +36,7 @@ class HeldoutStore:
         self._failed = False
 
     def apply(self, fact: facts.Fact) -> None:
-        """Returns at once. At most `evaluation.keep` rollouts of an evaluation wait to be
-        written.
-        """
+        """Returns at once. At most `KEPT_ROLLOUTS` of each source wait to be written."""
         if isinstance(fact, facts.EvaluationKept) and not self._failed:
             self._thread.submit(self._tried, fact)
 

@@ -110,9 +110,10 @@ class WeightManifest:
     engine serves are compared with it (I7).
     """
     transport: str
-    """`shared_memory` (location: path of a mapped file), `file` (path of a safetensors file),
-    `collective` or `direct` (tcp://host:port/secret), or `pull` (http://host:port/secret of each
-    trainer rank, with blanks between)."""
+    """`shared_memory` (location: path of a mapped file), `file` (path of a safetensors file that a
+    foreign trainer has written), `direct` (tcp://host:port/secret), or `pull`
+    (http://host:port/secret of each trainer rank, with blanks between).
+    """
     location: str
     tensors: tuple[TensorSpec, ...]
     deltas: tuple[Delta, ...] = ()

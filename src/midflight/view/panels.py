@@ -9,17 +9,16 @@ from typing import Any, TypeAlias
 from midflight.archive.runs import ArchivedRun, differences
 from midflight.observe.history import JournalHistory
 from midflight.observe.lines import StepLine
-from midflight.observe.named import named
+from midflight.observe.metrics import metrics_of
 from midflight.observe.plot import MOVING_STEPS, moving_average
 from midflight.observe.readable import number
+from midflight.observe.run_state import RECENT_BATCHES
 from midflight.view.charting import COLORS, DASHES, GREY, axes
 
 Points: TypeAlias = "list[tuple[float, float]]"
 
 MAX_POINTS = 400
 """Points of a line: more than a chart has columns. For longer runs each point is a mean."""
-RECENT_STEPS = 20
-"""Histograms are of the last steps, this many."""
 SEEDS_ASIDE = ("run.seed", "run.name")
 """The options in which runs of one experiment may differ."""
 
@@ -214,14 +213,14 @@ def _staleness(steps: Sequence[StepLine]) -> Panel | None:
 
 def _ages(steps: Sequence[StepLine]) -> Panel | None:
     ages: Counter[int] = Counter()
-    for step in steps[-RECENT_STEPS:]:
+    for step in steps[-RECENT_BATCHES:]:
         ages.update(step.staleness or {})
     return bars(
         "Tokens by age",
         sorted(ages),
         {"trained tokens": [ages[age] for age in sorted(ages)]},
         x="versions",
-        note=f"Of the last {RECENT_STEPS} steps.",
+        note=f"Of the last {RECENT_BATCHES} steps.",
     )
 
 
@@ -232,7 +231,7 @@ def _lengths(steps: Sequence[StepLine]) -> Panel | None:
         "trained": "train/length_mean",
     }
     cut = [
-        step.truncated_share for step in steps[-RECENT_STEPS:] if step.truncated_share is not None
+        step.truncated_share for step in steps[-RECENT_BATCHES:] if step.truncated_share is not None
     ]
     note = ""
     if cut:
@@ -269,14 +268,14 @@ def _length_histograms(steps: Sequence[StepLine]) -> Panel | None:
         names,
         values,
         x="tokens",
-        note=f"Of the last {RECENT_STEPS} steps: {note}.",
+        note=f"Of the last {RECENT_BATCHES} steps: {note}.",
     )
 
 
 def _lengths_of(steps: Sequence[StepLine], name: str) -> Counter[int]:
     """Returns the number of rollouts of the last steps that had each length."""
     found = Counter[int]()
-    for step in steps[-RECENT_STEPS:]:
+    for step in steps[-RECENT_BATCHES:]:
         histogram = (step.histograms or {}).get(name)
         if histogram is None:
             continue
@@ -314,7 +313,7 @@ def _idle(past: JournalHistory) -> Panel | None:
     shares = idle_shares(past)
     recent: dict[str, float] = {}
     for name, points in shares.items():
-        last = points[-RECENT_STEPS:]
+        last = points[-RECENT_BATCHES:]
         recent[name] = sum(share for _, share in last) / len(last)
     most = sorted(recent.items(), key=lambda item: -item[1])
     note = "; ".join(f"{name} {share:.0%} of the time" for name, share in most[:3])
@@ -425,7 +424,7 @@ def _named(steps: Sequence[StepLine], names: Mapping[str, str]) -> dict[str, Poi
 def _points(steps: Sequence[StepLine], name: str) -> Points:
     points: Points = []
     for step in steps:
-        values = named(step)
+        values = metrics_of(step)
         if name in values:
             points.append((step.step, values[name]))
     return points

@@ -17,7 +17,7 @@ from tests.engines.test_contract import listening
 from tests.models.tiny import tiny_adapted, tiny_model
 
 from midflight.engines.servers.adapters import AdapterEngine
-from midflight.engines.servers.direct import DirectWay
+from midflight.engines.servers.direct import DirectLoader
 from midflight.engines.servers.engine import ServerEngine
 from midflight.engines.servers.server import Server, Works
 from midflight.engines.servers.sglang import SglangServer
@@ -236,7 +236,7 @@ async def attached(
     folder: Path,
     *,
     num_workers: int | None = None,
-    direct: DirectWay | None = None,
+    direct: DirectLoader | None = None,
     start_seconds: float = 60.0,
     works: Works | None = None,
 ) -> AsyncIterator[tuple[ServerEngine, MemoryReceiver]]:

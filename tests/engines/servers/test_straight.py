@@ -13,7 +13,7 @@ from starlette.responses import Response
 from tests.engines.servers.fakes import Fake, FakeSglang, FakeVllm, attached
 from tests.models.tiny import tiny_model
 
-from midflight.engines.servers.direct import DirectWay
+from midflight.engines.servers.direct import DirectLoader
 from midflight.errors import EngineError
 from midflight.ports import ServerWorkers
 from midflight.types import PauseMode, Version, WeightManifest
@@ -48,7 +48,7 @@ def folders(staging: Path) -> Iterator[None]:
 def test_i7_a_version_comes_by_no_folder_and_is_taken_in_a_pause_by_all_workers(tmp_path: Path) -> None:
     async def main() -> None:
         fake, feed = with_workers(), Feed()
-        async with attached(fake, tmp_path, direct=DirectWay("sglang", feed)) as (engine, receiver):
+        async with attached(fake, tmp_path, direct=DirectLoader("sglang", feed)) as (engine, receiver):
             with folders(tmp_path / "staging"):
                 manifest = replace(receiver.publish(1, tiny_model()), transport="direct")
                 await engine.stage(manifest)
@@ -69,7 +69,7 @@ def test_i7_a_server_with_our_plugin_swaps_between_two_steps_without_a_pause_and
     async def main() -> None:
         fake = with_workers()
         fake.has_plugin = fake.is_direct = True
-        async with attached(fake, tmp_path, direct=DirectWay("sglang", Feed())) as (engine, receiver):
+        async with attached(fake, tmp_path, direct=DirectLoader("sglang", Feed())) as (engine, receiver):
             assert engine.capabilities.commit_mode is PauseMode.KEEP
             for version, pauses in ((1, False), (2, True)):
                 await engine.stage(replace(receiver.publish(version, tiny_model()), transport="direct"))
@@ -90,7 +90,7 @@ def test_i7_a_server_on_a_gpu_which_loads_where_a_step_may_be_under_way_pauses(t
         fake = with_workers()
         fake.has_plugin = fake.is_direct = True
         fake.tells["device"] = "cuda"
-        async with attached(fake, tmp_path, direct=DirectWay("sglang", Feed())) as (engine, _):
+        async with attached(fake, tmp_path, direct=DirectLoader("sglang", Feed())) as (engine, _):
             assert engine.capabilities.commit_mode is PauseMode.RECOMPUTE
 
     asyncio.run(main())
@@ -100,7 +100,7 @@ def test_i7_where_workers_that_swap_without_a_pause_take_nothing_nothing_new_is_
     async def main() -> None:
         fake = with_workers()
         fake.has_plugin = fake.is_direct = True
-        async with attached(fake, tmp_path, direct=DirectWay("sglang", Feed())) as (engine, receiver):
+        async with attached(fake, tmp_path, direct=DirectLoader("sglang", Feed())) as (engine, receiver):
             await engine.stage(replace(receiver.publish(1, tiny_model()), transport="direct"))
             fake.instead[STRAIGHT] = fake.instead["/update_weights_from_disk"] = Response("no", status_code=400)
             with pytest.raises(EngineError):
@@ -119,7 +119,7 @@ def test_i7_where_workers_that_swap_without_a_pause_take_nothing_nothing_new_is_
 def test_i7_workers_that_do_not_take_it_go_back_to_what_they_served(tmp_path: Path) -> None:
     async def main() -> None:
         fake = with_workers()
-        async with attached(fake, tmp_path, direct=DirectWay("sglang", Feed())) as (engine, receiver):
+        async with attached(fake, tmp_path, direct=DirectLoader("sglang", Feed())) as (engine, receiver):
             for version in (1, 2):
                 await engine.stage(replace(receiver.publish(version, tiny_model()), transport="direct"))
                 if version == 2:
@@ -137,7 +137,7 @@ def test_i7_workers_that_do_not_take_it_go_back_to_what_they_served(tmp_path: Pa
 def test_i7_a_server_that_was_started_anew_serves_nothing_until_a_version_has_come_to_it(tmp_path: Path) -> None:
     async def main() -> None:
         fake = with_workers()
-        async with attached(fake, tmp_path, direct=DirectWay("sglang", Feed())) as (engine, receiver):
+        async with attached(fake, tmp_path, direct=DirectLoader("sglang", Feed())) as (engine, receiver):
             manifest = replace(receiver.publish(1, tiny_model()), transport="direct")
             await engine.stage(manifest)
             await engine.commit(1)
@@ -162,7 +162,7 @@ def test_a_server_without_our_plugin_gets_a_folder_and_the_log_says_so_once(
 ) -> None:
     async def main() -> None:
         feed = Feed()
-        async with attached(make(), tmp_path, direct=DirectWay(kind, feed)) as (engine, receiver):
+        async with attached(make(), tmp_path, direct=DirectLoader(kind, feed)) as (engine, receiver):
             for version in (1, 2):
                 await engine.stage(replace(receiver.publish(version, tiny_model()), transport="direct"))
                 assert list((tmp_path / "staging").glob("*/model.safetensors"))

@@ -32,6 +32,10 @@ from midflight.types.facts import EngineStepped, Record
 _log = logging.getLogger(__name__)
 _LOCAL = 0
 """The outlet of the callers inside the process."""
+PAUSE_LEASE_SECONDS = 30.0
+"""An engine paused for longer without renewal resumes by itself, so that a dead controller cannot
+freeze it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,7 @@ class EmbeddedEngine:
         max_running: int,
         max_batch_tokens: int,
         max_context: int,
-        pause_lease_seconds: float,
+        pause_lease_seconds: float = PAUSE_LEASE_SECONDS,
         version: types.Version = 0,
         prefixes: PrefixRoom = PrefixRoom(),
         records_experts: bool = False,

@@ -100,7 +100,7 @@ WORKERS: Mapping[str, Callable[[ServerClient], DirectServer]] = {
 }
 
 
-class DirectWay:
+class DirectLoader:
     """Decides which versions come straight to one server's workers, and brings them."""
 
     def __init__(self, kind: str, feed: WorkerFeed) -> None:

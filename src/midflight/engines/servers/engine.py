@@ -17,7 +17,7 @@ from midflight import types
 from midflight.config.sections import EngineSection
 from midflight.engines.embedded.grammar import Grammars
 from midflight.engines.requests import check_features, check_request
-from midflight.engines.servers.direct import DirectWay
+from midflight.engines.servers.direct import DirectLoader
 from midflight.engines.servers.server import (
     Attempt,
     Server,
@@ -75,7 +75,7 @@ class ServerEngine:
         staging: Path,
         version: types.Version = 0,
         num_workers: int | None = None,
-        direct: DirectWay | None = None,
+        direct: DirectLoader | None = None,
         start_seconds: float = EngineSection().start_seconds,
         works: Works | None = None,
     ) -> None:

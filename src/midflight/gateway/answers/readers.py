@@ -305,7 +305,7 @@ class Requests:
             raise Overloaded(
                 (
                     f"{self.num_running} requests are under way, the most allowed: try again in "
-                    f"{seconds} s, or raise gateway.max_requests."
+                    f"{seconds} s, or raise gateway.max_sessions."
                 ),
                 retry_after_seconds=seconds,
             )

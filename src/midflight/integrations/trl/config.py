@@ -11,8 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from midflight.config.checks import TRACKERS
 from midflight.config.devices import num_present
+from midflight.config.observe import TRACKERS
 from midflight.errors import ConfigError, nearest
 from midflight.models.sizes import read_config, sizes_of
 

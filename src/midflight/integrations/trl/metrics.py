@@ -5,7 +5,7 @@ measure are left out.
 from collections.abc import Mapping
 
 from midflight.observe.lines import StepLine
-from midflight.observe.named import named
+from midflight.observe.metrics import metrics_of
 
 SAME = {
     "train/rho/mean": "ratio",
@@ -48,7 +48,7 @@ SAME = {
 
 
 def trl_metrics(line: StepLine, *, group_size: int) -> Mapping[str, float]:
-    ours = named(line)
+    ours = metrics_of(line)
     found = {theirs: ours[mine] for mine, theirs in SAME.items() if mine in ours}
     for name, value in ours.items():
         if name.startswith("rollout/reward/"):

@@ -15,7 +15,7 @@ from midflight.gateway.fleet.fleet import Fleet
 from midflight.run.api.model_tensors import ModelTensors
 from midflight.types import Version, WeightManifest
 from midflight.weights.handover import Handover
-from midflight.weights.transports.files import manifest_of
+from midflight.weights.transports.posted_files import manifest_of
 from midflight.wire.routes import body_of, json_answer, route
 
 _FILE = "model.safetensors"

@@ -12,7 +12,7 @@ import msgspec
 from midflight.errors import RequestRejected, nearest
 from midflight.models.adapters import served_weights
 from midflight.types import TensorSpec
-from midflight.weights.transports.files import read_specs
+from midflight.weights.transports.posted_files import read_specs
 
 _TIED = "lm_head.weight"
 """The output layer, by the name that `transformers` gives it in most models."""

@@ -24,7 +24,7 @@ from midflight.run.api.session_routes import WaitSeconds
 from midflight.run.api.step_book import DoneBody, StepBook
 from midflight.trajectories.packing import to_bytes
 from midflight.types import Batch, Delta, PackedBatch, TensorSpec, Version, WeightManifest
-from midflight.weights.transports.files import check_readable, manifest_of
+from midflight.weights.transports.posted_files import check_readable, manifest_of
 from midflight.wire.edge import with_client
 from midflight.wire.routes import JSON, PACKED, StrictBody, body_of, json_answer, route, wants
 

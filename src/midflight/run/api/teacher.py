@@ -20,7 +20,7 @@ from starlette.routing import BaseRoute
 from midflight.errors import EngineError, EngineUnavailable, NotSupported, RequestTimeout
 from midflight.ports import Scorer
 from midflight.run.api.service import PREFIX
-from midflight.run.heart import Heartbeat
+from midflight.run.heartbeat import Heartbeat
 from midflight.run.parts import TEACHER
 from midflight.trajectories.packing import teacher_is_finite
 from midflight.types import Float32, Int32, PackedBatch
@@ -40,12 +40,17 @@ class Teacher:
     """
 
     def __init__(
-        self, scorer: Scorer, *, temperature: float, seconds: float, heart: Heartbeat | None = None
+        self,
+        scorer: Scorer,
+        *,
+        temperature: float,
+        seconds: float,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         self._scorer = scorer
         self._temperature = temperature
         self._seconds = seconds
-        self._heart = heart or Heartbeat()
+        self._heartbeat = heartbeat or Heartbeat()
 
     async def scored(self, batch: PackedBatch) -> PackedBatch:
         """The batch with its scores: it is never returned without them. Raises `EngineError` if the
@@ -68,7 +73,7 @@ class Teacher:
         deadline it raises `RequestTimeout`, which names the teacher.
         """
         try:
-            with self._heart.doing(
+            with self._heartbeat.doing(
                 "asks the teacher for scores", whom=TEACHER, limit=self._seconds
             ):
                 async with asyncio.timeout(self._seconds):
@@ -76,7 +81,7 @@ class Teacher:
         except TimeoutError:
             raise RequestTimeout(
                 f"the teacher did not score {len(token_ids)} tokens within {self._seconds:g} s. "
-                f"See logs/{TEACHER}.log in the run's folder, or raise distillation.score_seconds."
+                f"See logs/{TEACHER}.log in the run's folder, or raise run.stall_seconds."
             ) from None
 
     async def _answered(self, token_ids: Int32, row_offsets: Int32) -> Float32:

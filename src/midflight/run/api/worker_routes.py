@@ -5,7 +5,7 @@ token that opens nothing else.
 |---|---|---|---|
 | `WorkerRoutes._serve` (one each worker) | its messages | the next | the worker; its end ends it |
 | `_Line.drain` (one each worker) | rollouts and cancellations for it | the next | rollouts that begin and end |
-| `watch_workers` | the crew | its interval | time |
+| `watch_workers` | the pool | its interval | time |
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from midflight.environments.crew import LOOK_SECONDS, Assignment, Crew, HungWorker, Seat
+from midflight.environments.worker_pool import (
+    LOOK_SECONDS,
+    Assignment,
+    HungWorker,
+    PoolWorker,
+    WorkerPool,
+)
 from midflight.errors import AgentFailed, ConfigError
 from midflight.run.api import worker_wire as wire
 from midflight.wire.edge import bearer_in, headers_of, same_token
@@ -28,11 +34,11 @@ from midflight.wire.routes import body_of, json_answer, route
 
 
 class WorkerRoutes:
-    def __init__(self, crew: Crew, *, token: str, control_token: str) -> None:
+    def __init__(self, pool: WorkerPool, *, token: str, control_token: str) -> None:
         """`token` is the workers'. The launcher uses `control_token` to say that it is about to end
         a worker.
         """
-        self._crew = crew
+        self._pool = pool
         self._token = token
         self._control_token = control_token
 
@@ -51,43 +57,45 @@ class WorkerRoutes:
             return await socket.close(code=1008)
         await socket.accept()
         line = _Line()
-        seat = None
+        worker = None
         async with asyncio.TaskGroup() as tasks:
             sending = tasks.create_task(line.drain(socket))
             try:
                 with suppress(WebSocketDisconnect, msgspec.DecodeError):
                     while True:
-                        seat = self._heard(line, seat, await socket.receive_text())
+                        worker = self._heard(line, worker, await socket.receive_text())
             finally:
-                if seat is not None:
-                    self._crew.leave(seat)
+                if worker is not None:
+                    self._pool.leave(worker)
                 sending.cancel()
         return None
 
-    def _heard(self, line: _Line, seat: Seat | None, text: str) -> Seat:
+    def _heard(self, line: _Line, worker: PoolWorker | None, text: str) -> PoolWorker:
         match wire.decode_from_worker(text):
             case wire.Joined(name):
-                return self._crew.join(name, line)
-            case said if seat is None:
+                return self._pool.join(name, line)
+            case said if worker is None:
                 raise msgspec.DecodeError(f"{said} before the name")
             case wire.AgentEnded() as ended:
-                self._crew.hear(seat)
-                self._crew.ended(seat, ended.session_id, result=ended.result(), error=_error(ended))
+                self._pool.hear(worker)
+                self._pool.ended(
+                    worker, ended.session_id, result=ended.result(), error=_error(ended)
+                )
             case wire.ToolsRun(session_id, limit):
-                self._crew.hear(seat)
-                self._crew.in_tools(seat, session_id, limit)
+                self._pool.hear(worker)
+                self._pool.in_tools(worker, session_id, limit)
             case _:
-                self._crew.hear(seat)
-        return seat
+                self._pool.hear(worker)
+        return worker
 
     async def _blocked(self, request: Request) -> Response:
         said = await body_of(request, wire.LoopBlocked)
-        self._crew.blocked(said.name, said.session_id, where=said.where, seconds=said.seconds)
+        self._pool.blocked(said.name, said.session_id, where=said.where, seconds=said.seconds)
         return json_answer({})
 
     async def _spared(self, request: Request) -> Response:
         said = await body_of(request, wire.WorkerSpared)
-        self._crew.spare(said.name)
+        self._pool.spare(said.name)
         return json_answer({})
 
 
@@ -100,7 +108,7 @@ def _error(ended: wire.AgentEnded) -> Exception | None:
 
 
 class _Line:
-    """Implements the crew's `WorkerOutlet`: the messages on their way to one worker. It is bounded by
+    """Implements the pool's `WorkerOutlet`: the messages on their way to one worker. It is bounded by
     the rollouts in flight, which admission limits.
     """
 
@@ -134,9 +142,9 @@ class _Line:
                 await socket.send_text(wire.encode(message).decode())
 
 
-async def watch_workers(crew: Crew, condemn: Callable[[HungWorker], None]) -> None:
+async def watch_workers(pool: WorkerPool, condemn: Callable[[HungWorker], None]) -> None:
     """Waits for the interval to pass, for ever; ended by its task group."""
     while True:
         await asyncio.sleep(LOOK_SECONDS)
-        for hung in crew.look():
+        for hung in pool.look():
             condemn(hung)

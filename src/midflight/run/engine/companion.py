@@ -20,7 +20,7 @@ from midflight.engines.introduction import about_route
 from midflight.engines.relay import relay
 from midflight.engines.servers.adapters import AdapterEngine
 from midflight.engines.servers.direct import TRANSPORT as DIRECT
-from midflight.engines.servers.direct import DirectWay
+from midflight.engines.servers.direct import DirectLoader
 from midflight.engines.servers.engine import ServerEngine
 from midflight.engines.servers.server import Server
 from midflight.engines.servers.sglang import SglangServer
@@ -29,7 +29,7 @@ from midflight.engines.servers.vllm import VllmServer
 from midflight.errors import EngineError, EngineUnavailable, RunFailed
 from midflight.models.sizes import num_choices_of, sizes_of
 from midflight.run.engine.server_process import adapters_kept, attached, recorded_experts, started
-from midflight.run.heart import ENDLESS
+from midflight.run.heartbeat import ENDLESS
 from midflight.run.parts import (
     EngineSpec,
     FirstWork,
@@ -71,7 +71,7 @@ async def run_companion(spec: EngineSpec, launcher: LauncherPipe) -> None:
         config = Config.model_validate_json(spec.config)
         with ExitStack() as starting:
             # without a limit: a server that stands still is found by `come_up`
-            starting.enter_context(launcher.heart.doing("starts its server", limit=ENDLESS))
+            starting.enter_context(launcher.heartbeat.doing("starts its server", limit=ENDLESS))
             await speak_for_server(
                 config,
                 Path(spec.model),
@@ -123,7 +123,7 @@ async def speak_for_server(
             staging=staging,
             version=version,
             num_workers=servers[0].world_size if servers else None,
-            direct=DirectWay(config.engine.kind, DirectFeed(answer_seconds=stage_seconds)),
+            direct=DirectLoader(config.engine.kind, DirectFeed(answer_seconds=stage_seconds)),
             start_seconds=config.engine.start_seconds,
             works=running.works,
         )

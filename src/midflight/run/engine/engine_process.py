@@ -8,14 +8,14 @@ from functools import partial
 from pathlib import Path
 
 from midflight.config.derived import served_dtype
-from midflight.config.sections import Config
+from midflight.config.sections import Config, WeightsSection
 from midflight.engines.app import build_app
-from midflight.engines.embedded.engine import EmbeddedEngine
+from midflight.engines.embedded.engine import PAUSE_LEASE_SECONDS, EmbeddedEngine
 from midflight.engines.embedded.prefixes import PrefixRoom
 from midflight.engines.introduction import about_route
 from midflight.engines.relay import relay_steps
 from midflight.models.load import load_model
-from midflight.run.heart import START_SECONDS
+from midflight.run.heartbeat import START_SECONDS
 from midflight.run.parts import (
     TEACHER,
     EngineSpec,
@@ -34,6 +34,14 @@ SPEAKERS = ("engine0", "teacher")
 """Engines that warn if their model is slow. The others serve the same model as the first."""
 
 
+def lease_seconds(weights: WeightsSection) -> float:
+    """Returns the time after which a paused engine resumes by itself. A commit has ended by then.
+    In a barrier an engine may wait for another in each of three phases.
+    """
+    phases = 4 if weights.commit == "barrier" else 1
+    return max(PAUSE_LEASE_SECONDS, phases * weights.commit_seconds)
+
+
 def make_engine(config: Config, model: Path, *, name: str, version: int) -> EmbeddedEngine:
     section = config.engine
     return EmbeddedEngine(
@@ -45,7 +53,7 @@ def make_engine(config: Config, model: Path, *, name: str, version: int) -> Embe
         max_running=section.max_running,
         max_batch_tokens=section.max_batch_tokens,
         max_context=config.model.max_context,
-        pause_lease_seconds=section.pause_lease_seconds,
+        pause_lease_seconds=lease_seconds(config.weights),
         version=version,
         prefixes=PrefixRoom(section.prefix_mb * 2**20, section.prefix_age),
         records_experts=config.correction.routing_replay,
@@ -57,7 +65,9 @@ def make_engine(config: Config, model: Path, *, name: str, version: int) -> Embe
 async def run_engine(spec: EngineSpec, launcher: LauncherPipe) -> None:
     """Decodes and serves until the launcher ends it, or the decode loop crashes."""
     config = Config.model_validate_json(spec.config)
-    with launcher.heart.doing("loads its model", limit=START_SECONDS, heavy=True, computes=True):
+    with launcher.heartbeat.doing(
+        "loads its model", limit=START_SECONDS, heavy=True, computes=True
+    ):
         engine = await asyncio.to_thread(
             make_engine, config, Path(spec.model), name=spec.name, version=spec.version
         )

@@ -25,9 +25,9 @@ from midflight.errors import ConfigError, RunFailed, first_error
 from midflight.models.adapters import adapter_of
 from midflight.models.sizes import num_experts_of, reads_more_than_text, sizes_of
 from midflight.observe.activity import ActivityProbe, ProcessActivity
-from midflight.run.orphan_guard import guarded
 from midflight.run.parts import ServerLost, serve_while
-from midflight.run.places.port import KILLS
+from midflight.run.places.port import KILLS, stop_all
+from midflight.run.places.process import LocalProcess
 
 POLL_SECONDS = 0.25
 """The time between two looks whether a server answers. There is no other sign of its start, which
@@ -42,10 +42,6 @@ LOOK_SECONDS = 1.0
 STOP_SECONDS = 1.5
 """The time between asking a server to end and killing it. It is less than the companion has for its
 own end. A server keeps nothing worth a wait.
-"""
-LAST_LINES = 25
-"""The number of lines of the log that an error shows: a server's traceback is long, and its cause
-is not at the end.
 """
 
 
@@ -161,50 +157,31 @@ async def started(
     log = Path(config.run.folder) / "logs" / f"{name}.server.log"
     with reserve_port() as reserved:
         port = reserved.getsockname()[1]
-        server = StartedServer(name, f"http://{HOST}:{port}", log)
-        await server.start(
-            command_for(config, model, version=version, port=port, inherited=os.environ)
-        )
+        server = StartedServer(name, f"http://{HOST}:{port}", log=log)
+        command = command_for(config, model, version=version, port=port, inherited=os.environ)
+        await server.launch(command.argv, environ=command.environ, seconds=STOP_SECONDS)
         try:
             await server.come_up(READY[config.engine.kind], seconds=config.engine.start_seconds)
             yield server
         finally:
-            await server.stop()
+            # its process alone, because servers end their own children in order
+            await stop_all([server], seconds=STOP_SECONDS)
 
 
 class StandsStill(Exception):
     """A process that should move does not."""
 
 
-class StartedServer:
-    """The server's process, its address and its log. Its guard ends it and its children when this
-    process ends, however that happens.
-    """
+class StartedServer(LocalProcess):
+    """The server's process, and its address."""
 
-    def __init__(self, name: str, url: str, log: Path) -> None:
-        self.name = name
+    def __init__(self, engine: str, url: str, *, log: Path) -> None:
+        super().__init__(f"{engine}'s server", log=log)
         self.url = url
-        self.log = log
-        self._log_began = 0
-        self._process: asyncio.subprocess.Process | None = None
-
-    async def start(self, command: Command) -> None:
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
-            self._log_began = log.tell()
-            self._process = await asyncio.create_subprocess_exec(
-                *guarded(command.argv, seconds=STOP_SECONDS),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=asyncio.subprocess.STDOUT,
-                env=command.environ,
-                start_new_session=True,
-            )
 
     def works(self) -> ActivityProbe:
         """Watches the server for one wait of `ServerClient`."""
-        assert self._process is not None
-        return ActivityProbe(self._process.pid)
+        return ActivityProbe(self.pid)
 
     async def come_up(self, path: str, *, seconds: float) -> None:
         """Waits until it answers 200 at `path`, while it and its children move. Its death is
@@ -219,55 +196,29 @@ class StartedServer:
             first = first_error(errors)
             if isinstance(first, StandsStill):
                 raise ServerLost(
-                    f"starting {self.name}'s server: no answer from {self.url}{path}, and it "
-                    f"{first}; raise engine.start_seconds, or look at {self._last_lines()}"
+                    f"starting {self.name}: no answer from {self.url}{path}, and it {first}; raise "
+                    "engine.start_seconds, or look at the end of "
+                    f"{self.log}:\n{self.last_lines()}"
                 ) from errors
             if isinstance(first, ServerLost) and first.was_killed:
                 raise first from errors
-            raise RunFailed(f"starting {self.name}'s server: {first}") from errors
+            raise RunFailed(f"starting {self.name}: {first}") from errors
 
     async def _standing_still(self, seconds: float) -> NoReturn:
         """Waits until it has done nothing for so long: `StandsStill`. It is ended by
         cancellation.
         """
-        assert self._process is not None
-        motion = ProcessActivity(self._process.pid)
+        motion = ProcessActivity(self.pid)
         while (still := motion.look()) < seconds:  # noqa: ASYNC110 (nothing tells of a process that does nothing)
             await asyncio.sleep(min(LOOK_SECONDS, seconds / 4))
         raise StandsStill(f"took no processor time, read and wrote nothing for {still:.0f} s")
 
     async def died(self) -> NoReturn:
         """Waits for an end that was not asked for: `ServerLost`."""
-        assert self._process is not None
-        status = await self._process.wait()
-        how = f"signal {-status}" if status < 0 else f"exit status {status}"
-        lost = ServerLost(f"{self.name}'s server ended with {how}; {self._last_lines()}")
+        status = await self.ended()
+        lost = ServerLost(self.how_ended(status))
         lost.was_killed = status in KILLS
         raise lost
-
-    async def stop(self) -> None:
-        """Asks the server's process alone to end, because servers end their own children in order.
-        Waits for its end; at the latest a kill ends it. The guard ends children that are left.
-        """
-        process = self._process
-        self._process = None
-        if process is None or process.returncode is not None:
-            return
-        try:
-            process.terminate()
-            async with asyncio.timeout(STOP_SECONDS):
-                await process.wait()
-        except TimeoutError:
-            pass
-        finally:
-            if process.returncode is None:
-                process.kill()
-        await process.wait()
-
-    def _last_lines(self) -> str:
-        text = self.log.read_bytes()[self._log_began :].decode(errors="replace")
-        last = "\n".join(text.splitlines()[-LAST_LINES:])
-        return f"the end of {self.log}:\n{last}"
 
 
 async def answering(url: str) -> None:

@@ -36,7 +36,7 @@ from midflight.errors import (
 from midflight.observe import logs
 from midflight.observe.memory import tree_bytes
 from midflight.run import parts
-from midflight.run.heart import START_SECONDS
+from midflight.run.heartbeat import START_SECONDS
 from midflight.run.places.port import STACKS_SIGNAL
 
 STOP_SECONDS = 2.5
@@ -105,7 +105,7 @@ async def run_until_asked(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, task)
-    launcher.heart.turn()
+    launcher.heartbeat.turn()
     try:
         await run(spec, launcher)
     except Exception as error:
@@ -171,14 +171,14 @@ def main() -> int:
     part = parts.ProcessKind(sys.argv[1])
     launcher = parts.LauncherPipe()
     if os.environ.get(parts.SEATED_VARIABLE):
-        launcher.heart.memory = partial(tree_bytes, os.getpid())
+        launcher.heartbeat.memory = partial(tree_bytes, os.getpid())
     logs.use_json_logs()
     faulthandler.register(STACKS_SIGNAL, file=sys.stderr)
-    launcher.heart.start()
+    launcher.heartbeat.start()
     gc.set_threshold(GC_THRESHOLD)  # before the imports, of which collections would be a fifth
     try:
         given.read(sys.stdin.buffer)
-        with launcher.heart.doing("imports", limit=START_SECONDS, heavy=True, computes=True):
+        with launcher.heartbeat.doing("imports", limit=START_SECONDS, heavy=True, computes=True):
             run = part_main(part, sys.argv[2:])
     except Exception as error:
         report(error, launcher)

@@ -15,7 +15,7 @@ from midflight.errors import first_error
 from midflight.observe.logs import PROCESS_VARIABLE
 from midflight.run.launcher.watchdog import Watchdog
 from midflight.run.parts import Failed, Message, ModelReady, ProcessKind, Spec, serve_while
-from midflight.run.places.port import Child, HasDescriptor, Place, error_of, stop_all
+from midflight.run.places.port import Child, ChildOrder, HasDescriptor, Place, error_of, stop_all
 
 LAST_WORDS_SECONDS = 0.5
 """The time for reading the messages that ended processes left in their pipes."""
@@ -100,19 +100,16 @@ class Children:
         """Waits until the process is there. One that `writes` into the run's folder also holds
         it.
         """
-        log = Path(self._config.run.folder) / "logs" / f"{name}.log"
-        objects = given.NOTHING if part is ProcessKind.ENGINE else self._objects
-        inherited = self._writing if writes else ()
-        child = place.child(
+        order = ChildOrder(
             part,
             name,
-            log=log,
+            log=str(Path(self._config.run.folder) / "logs" / f"{name}.log"),
             environ=self._environment(part, name),
             arguments=arguments,
-            objects=objects,
+            objects=given.NOTHING if part is ProcessKind.ENGINE else self._objects,
             listens=listens,
-            inherited=inherited,
         )
+        child = place.child(order, inherited=self._writing if writes else ())
         self.newest[name] = child
         await child.start()
         self._watchdog.begin(name, child.pid)

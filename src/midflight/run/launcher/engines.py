@@ -9,45 +9,32 @@ its machine is lost, and joins later if there was no room for it at first.
 """
 
 import asyncio
-import signal
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from midflight.config.derived import num_engines
 from midflight.config.seats import config_in_place, engine_resources, engines_min, server_of
-from midflight.config.sections import Config
 from midflight.errors import RunFailed, first_error
 from midflight.observe.readable import duration
-from midflight.run.launcher.access import Access
 from midflight.run.launcher.killed_starts import KilledStarts, is_told, why_ended, why_killed
-from midflight.run.launcher.restart_budgets import RestartBudgets
+from midflight.run.launcher.ring_context import RingContext
 from midflight.run.parts import (
     TEACHER,
     EngineSpec,
-    Message,
     ModelReady,
     Notice,
-    PartLost,
     ProcessKind,
+    Purpose,
     Restarted,
     Spec,
     serve_while,
 )
-from midflight.run.places.port import Child, PartFailed, Place, Places, Wants
+from midflight.run.places.port import Child, PartFailed, Place, Wants
+from midflight.run.reminder import Reminder
 
 if TYPE_CHECKING:
-    from midflight.run.api.membership_client import MembershipClient
-
-REMINDER_SECONDS = 30.0
-"""The seconds after which the user is told that requests wait for an engine. The user is told again
-each time that the wait has doubled.
-"""
-AGAIN_SECONDS = 2.0
-"""The time between two attempts at a gateway that does not answer yet."""
+    from midflight.run.launcher.gateway_client import GatewayClient
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,39 +57,12 @@ class EnginePart:
 
 
 class Engines:
-    """Keeps the engines running. `start` starts a process, and `follow` reads its messages until it
-    ends. `serving` are the parts that have come up.
-    """
+    """Keeps the engines running."""
 
-    def __init__(
-        self,
-        config: Config,
-        places: Places,
-        access: Access,
-        *,
-        budgets: RestartBudgets,
-        serving: set[str],
-        say: Callable[[Message], None],
-        start: Callable[[EnginePart], Awaitable[Child]],
-        follow: Callable[[Child, Callable[[ModelReady], Spec]], Awaitable[None]],
-        memory: Callable[[], str],
-        holds: bool,
-    ) -> None:
-        """`memory` says in sentences how much memory there is, how much the parts are estimated to
-        take, and what helps. With `holds`, requests wait for an engine as long as one is being
-        started, however often it is killed. Without it the run ends when no start can succeed, see
-        `killed_starts`.
-        """
-        self._config = config
-        self._places = places
-        self._access = access
-        self._budgets = budgets
-        self._serving = serving
-        self._say = say
-        self._start = start
-        self._follow = follow
-        self._memory = memory
-        self._holds = holds
+    def __init__(self, context: RingContext) -> None:
+        self._context = context
+        self._config = context.config
+        self._serving = context.children.ready
         self._killed = KilledStarts()
         self.parts: dict[str, EnginePart] = {}
         self._up: dict[str, asyncio.Event] = {}
@@ -110,8 +70,8 @@ class Engines:
         """The engines that only answer requests that are not trained on."""
         self._spent = set[str]()
         """Engines that wait for a restart to come back."""
-        self._reminders: dict[str, asyncio.TimerHandle] = {}
-        """The time at which the user is told again that requests wait for an engine."""
+        self._reminders: dict[str, Reminder] = {}
+        """The engines of which people are reminded that they do not serve."""
 
     async def take(self, *, with_teacher: bool) -> Sequence[Coroutine[Any, Any, None]]:
         """Takes places for the engines that the run starts with. Returns the loops that keep them,
@@ -144,7 +104,7 @@ class Engines:
         wants = None
         if server is not None:
             wants = Wants(engine_resources(self._config, server), server.host)
-        return self._places.take(ProcessKind.ENGINE, for_ever=for_ever, wants=wants)
+        return self._context.places.take(ProcessKind.ENGINE, for_ever=for_ever, wants=wants)
 
     def addresses(self) -> dict[str, str]:
         return {part.name: part.address for part in self.parts.values()}
@@ -190,7 +150,7 @@ class Engines:
         if part.name == TEACHER:
             raise failure  # its address is told at the start alone
         part.place.close()
-        self._say(Restarted(part.name, str(failure), None))
+        self._context.say(Restarted(part.name, str(failure), None))
         return replace(part, place=await self._elsewhere(part.name), joins=True)
 
     def _killed_early(self, failure: PartFailed) -> PartFailed:
@@ -202,13 +162,25 @@ class Engines:
         others = [] if name == TEACHER else self._others(name, self.parts)
         may_come_up = [one for one in others if one not in self._spent]
         candidates = [name, *may_come_up]
-        works = self._holds or bool(self._serving.intersection(others))
-        if not works and self._killed.have_ended(candidates):
+        works = bool(self._serving.intersection(others))
+        # where there is only service, requests wait however often an engine is killed
+        ends = self._context.purpose is not Purpose.SERVE and not works
+        if ends and self._killed.have_ended(candidates):
             why = why_ended(sorted(candidates), self._memory())
             raise RunFailed(f"{why}\n{failure}") from failure
         if not is_told(num):
             return failure
         return PartFailed(f"{failure}\n{why_killed(num, name, self._memory())}", part=name)
+
+    def _memory(self) -> str:
+        """Says in sentences how much memory there is, how much the parts are estimated to take, and
+        what helps.
+        """
+        # it knows clusters, which few runs need
+        from midflight.run.places.fit import memory_words, this_hardware
+
+        trains = self._context.purpose is Purpose.TRAIN
+        return memory_words(self._config, this_hardware(), trains=trains)
 
     async def _elsewhere(self, name: str, *, for_ever: bool = False) -> Place:
         """Waits for a place: while other engines serve, longer than for one that the run needs. A
@@ -227,7 +199,9 @@ class Engines:
         """Waits for the unexpected end of one process, and returns its failure."""
         self._up[part.name] = asyncio.Event()
         try:
-            engine = await self._start(part)
+            engine = await self._context.children.start(
+                ProcessKind.ENGINE, part.name, part.place, listens=True, arguments=[part.kind]
+            )
         except PartFailed as failure:
             return failure
         try:
@@ -241,8 +215,7 @@ class Engines:
             if not isinstance(failure, PartFailed):
                 raise failure from errors
         # a failed one may linger, and its successor listens on the same socket
-        engine.signal(signal.SIGKILL)
-        await engine.ended()
+        await self._context.children.kill(part.name)
         return failure
 
     async def _follow_on(self, part: EnginePart, engine: Child) -> None:
@@ -252,67 +225,33 @@ class Engines:
                 model=part.model or model.folder,
                 config=config_in_place(self._config, part.name).model_dump_json(),
                 socket_fd=part.place.fd,
-                token=self._access.engine_token,
-                segment=self._access.segment,
+                token=self._context.engine_token,
+                segment=self._context.segment,
                 version=model.version,
                 url=part.url,
             )
 
-        await self._follow(engine, spec)
+        await self._context.children.brief_and_follow(engine, spec)
 
-    @asynccontextmanager
-    async def _members(self) -> AsyncGenerator["MembershipClient"]:
-        """Opens the membership of the gateway. Raises `PartLost` if it does not answer."""
-        # only here does the launcher ask another process
-        from midflight.run.api.membership_client import MembershipClient
-        from midflight.wire.client import HttpClient
+    def _gateway_client(self) -> "GatewayClient":
+        # few runs need it, and it imports an HTTP client
+        from midflight.run.launcher.gateway_client import GatewayClient
 
-        async with HttpClient(
-            self._access.gateway, lost=PartLost, token=self._access.control_token
-        ) as http:
-            yield MembershipClient(http)
+        return GatewayClient(self._context)
 
     async def _leave(self, part: EnginePart) -> None:
         """Waits until its place is recalled, and then for its requests, which end there or go on
         elsewhere; only then it ends.
         """
         await part.place.recalled()
-        said = f"{part.name} leaves its place at {part.place.host}, which is about to be taken away"
-        try:
-            async with self._members() as members:
-                seconds = self._config.gateway.drain_seconds + self._config.run.stall_seconds
-                answer = await members.leave(part.name, force=True, seconds=seconds)
-            if answer.status == 200:
-                resumed = msgspec.json.decode(answer.content)["resumed"]
-                said += f": {resumed} requests go on elsewhere"
-        except PartLost as lost:  # no request goes to it then
-            said += f"; the gateway {lost}"
-        raise PartFailed(said, part=part.name)
+        said = await self._gateway_client().leave(part.name)
+        where = f"its place at {part.place.host}, which is about to be taken away"
+        raise PartFailed(f"{part.name} leaves {where}{said}", part=part.name)
 
     async def _announce(self, part: EnginePart) -> None:
-        """Tells the gateway where the engine is. Waits until the engine serves, and then for the
-        gateway. The gateway may not serve yet, and it asks the engine about itself, which takes
-        longer the larger the engine's weights are.
-        """
-        from midflight.run.api.membership import EngineAddress
-
+        """Waits until the engine serves, and then for the gateway, which is told where it is."""
         await self._up[part.name].wait()
-        seconds = self._config.cluster.wait_seconds + self._config.run.stall_seconds
-        async with self._members() as members:
-            while True:
-                try:
-                    answer = await members.put(
-                        part.name, EngineAddress(part.address), seconds=seconds
-                    )
-                    break
-                except PartLost:
-                    await asyncio.sleep(AGAIN_SECONDS)
-        if answer.status not in (200, 201):
-            said = answer.content.decode(errors="replace")
-            raise PartFailed(
-                f"{part.name} at {part.address} was not admitted ({answer.status}): {said}",
-                part=part.name,
-            )
+        await self._gateway_client().announce(part.name, part.address)
 
     def _others(self, name: str, among: Collection[str]) -> Sequence[str]:
         """Returns the other engines `among` these parts. For an engine whose answers are trained
@@ -320,20 +259,6 @@ class Engines:
         """
         unlike = set[str]() if name in self._apart else self._apart
         return sorted((self.parts.keys() & among) - {TEACHER, name} - unlike)
-
-    async def _give_up(self, name: str) -> None:
-        """Tells the gateway that this engine will not come back, so that requests do not wait for
-        it. Waits for the gateway's answer.
-        """
-        with suppress(PartLost):  # no request goes to it then
-            async with self._members() as members:
-                await members.leave(
-                    name,
-                    force=True,
-                    drain_seconds=0,
-                    for_good=True,
-                    seconds=self._config.run.stall_seconds,
-                )
 
     async def _may_restart(self, failure: PartFailed, *, counts: bool) -> bool:
         """Waits for an engine's back-off. Returns True if the engine has left the run meanwhile.
@@ -345,9 +270,8 @@ class Engines:
         name = failure.part
         now = asyncio.get_running_loop().time
         left = False
-        budget = self._budgets.of(name)
-        if name not in self._reminders:
-            self._remind(name, since=now(), seconds=REMINDER_SECONDS)
+        budget = self._context.budgets.of(name)
+        self._remind(name)
         while (wait := budget.spend(now(), counts=counts)) is None:
             self._spent.add(name)
             others = self._others(name, self.parts.keys() - self._spent)
@@ -355,13 +279,13 @@ class Engines:
                 raise failure
             back = budget.seconds_to_next(now())
             error = f"{failure}\nIts restarts are spent; {self._said_of(others)}."
-            self._say(Restarted(name, error, 0, back))
+            self._context.say(Restarted(name, error, 0, back))
             if name in self._apart and not left:
-                await self._give_up(name)
+                await self._gateway_client().give_up(name)
                 left = True
             await asyncio.sleep(back)
         self._spent.discard(name)
-        self._say(Restarted(name, str(failure), budget.left(now()), wait))
+        self._context.say(Restarted(name, str(failure), budget.left(now()), wait))
         await asyncio.sleep(wait)
         return left
 
@@ -372,25 +296,21 @@ class Engines:
             return f"{', '.join(serving)} goes on"
         return f"{', '.join(engines)} is being started, and requests wait for that"
 
-    def _remind(self, name: str, *, since: float, seconds: float) -> None:
-        """Says that requests wait if no engine serves after `seconds`, and again each time that
-        this has doubled.
+    def _remind(self, name: str) -> None:
+        """Reminds people of requests that wait because no engine serves, until this one comes
+        up.
         """
-        loop = asyncio.get_running_loop()
+        log = f"logs/{name}.log in {self._config.run.folder}"
 
-        def say() -> None:
+        def say(seconds: float) -> None:
             if not self._serving & self.parts.keys() - {TEACHER}:
-                away = (
-                    f"no engine has served for {duration(loop.time() - since)}: requests wait "
-                    f"for {name}, which is being started"
-                )
-                self._say(
-                    Notice(f"{away}. Its log is logs/{name}.log in {self._config.run.folder}.")
-                )
-            self._remind(name, since=since, seconds=2 * seconds)
+                away = f"no engine has served for {duration(seconds)}"
+                waits = f"requests wait for {name}, which is being started"
+                self._context.say(Notice(f"{away}: {waits}. Its log is {log}."))
 
-        self._reminders[name] = loop.call_later(seconds, say)
+        if name not in self._reminders:
+            self._reminders[name] = Reminder(say)
 
     def _stop_reminding(self, name: str) -> None:
         if (reminder := self._reminders.pop(name, None)) is not None:
-            reminder.cancel()
+            reminder.close()

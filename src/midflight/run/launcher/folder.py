@@ -71,6 +71,11 @@ def can_go_on(folder: Path) -> bool:
     return any((folder / "checkpoints").glob("version-*"))
 
 
+def is_stored(path: Path) -> bool:
+    """True if the file is the configuration that a run has stored in its folder."""
+    return path.name == CONFIG and (path.parent / JOURNAL).is_file()
+
+
 def prepare(folder: Path, config: Config, *, resume: bool) -> None:
     """Cleans the folder for a new run, and writes its whole configuration there. Only files that an
     earlier run made are removed.

@@ -14,6 +14,7 @@ from midflight.run.launcher import replaced_files
 from midflight.run.launcher.folder import ROWS, can_go_on, kept, num_bytes_of_run, places_of
 from midflight.run.launcher.folder_lock import check_free
 from midflight.trajectories.pairs import shard_stores
+from midflight.weights.transports.memory_files import shared_free
 
 
 def check_run_folder(
@@ -89,7 +90,9 @@ def _check_room(config: Config, folder: Path, found: str, *, trains: bool) -> No
     """Raises `ConfigError` unless there is room for the old run beside the beginning of the new
     one. Both are there until the first step.
     """
-    needed = first_disk_bytes(config, derived.model_sizes(config.model), trains=trains)
+    needed = first_disk_bytes(
+        config, derived.model_sizes(config.model), trains=trains, shared_free=shared_free()
+    )
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise ConfigError(

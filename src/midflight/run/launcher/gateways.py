@@ -5,8 +5,7 @@
 | `Gateways.keep` (one each) | the process's messages | its end, which is an error before the trainer's; of several, then its restart | cancellation |
 """
 
-import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,16 +16,14 @@ from midflight.config.derived import num_workers
 from midflight.config.sections import Config
 from midflight.config.shards import shard_of
 from midflight.observe.status import Status, merge_statuses
-from midflight.run.launcher.access import Access
-from midflight.run.launcher.children import Children
 from midflight.run.launcher.engines import Engines
-from midflight.run.launcher.restart_budgets import RestartBudgets
+from midflight.run.launcher.ring_context import RingContext
 from midflight.run.parts import (
     TEACHER,
-    Message,
     ModelReady,
     ProcessKind,
     Purpose,
+    Restarted,
     RolloutSpec,
     Spec,
 )
@@ -81,48 +78,34 @@ class Gateways:
 
     def __init__(
         self,
-        config: Config,
+        context: RingContext,
         parts: Sequence[GatewayPart],
-        children: Children,
-        *,
         engines: Engines,
-        access: Access,
-        worker_token: str,
-        budgets: RestartBudgets,
-        purpose: Purpose,
-        say: Callable[[Message], None],
     ) -> None:
-        """`worker_token` is the token that workers show to gateways."""
-        self._config = config
+        self._context = context
         self._parts = parts
-        self._children = children
         self._engines = engines
-        self._access = access
-        self._worker_token = worker_token
-        self._budgets = budgets
-        self._purpose = purpose
-        self._say = say
 
     async def keep(self, part: GatewayPart) -> None:
         """Runs one rollout process until that has ended as it should, or cannot be started
         again.
         """
-        again = False
-        while True:
-            try:
-                await self._life(part, again=again)
-                return
-            except PartFailed as failure:
-                possible = len(self._parts) > 1 and part.name in self._children.ready
-                restart = self._budgets.spend_on(
-                    failure, now=asyncio.get_running_loop().time(), possible=possible
-                )
-            self._say(msgspec.structs.replace(restart, error=f"{restart.error}\n{OTHERS_STAY}"))
-            self._children.ready.discard(part.name)
+
+        async def live(number: int) -> None:
+            await self._life(part, again=number > 0)
+
+        async def end(restart: Restarted) -> None:
+            self._context.say(
+                msgspec.structs.replace(restart, error=f"{restart.error}\n{OTHERS_STAY}")
+            )
+            self._context.children.ready.discard(part.name)
             # a failed one may linger, and its successor listens on the same socket
-            await self._children.kill(part.name)
-            await asyncio.sleep(restart.seconds)
-            again = True
+            await self._context.children.kill(part.name)
+
+        def possible() -> bool:
+            return len(self._parts) > 1 and part.name in self._context.children.ready
+
+        await self._context.budgets.keep(live, between=end, possible=possible)
 
     async def _life(self, part: GatewayPart, *, again: bool) -> None:
         """Waits for the end of one process. In training that is an error, because the trainer ends
@@ -138,29 +121,29 @@ class Gateways:
                 model=model.folder,
                 socket_fd=part.place.fd,
                 url=part.url,
-                token=self._access.engine_token,
-                control_token=self._access.control_token,
+                token=self._context.engine_token,
+                control_token=self._context.control_token,
                 engines=addresses,
                 teacher=teacher,
-                worker_token=self._worker_token if part.workers else None,
+                worker_token=self._context.worker_token if part.workers else None,
                 workers=part.workers,
-                purpose=self._purpose,
+                purpose=self._context.purpose,
                 version=model.version,
                 checkpoint=None if again else model.checkpoint,
                 alarms=() if again else model.alarms,
                 shard=part.shard,
-                owner=self._access.gateway if part.shard else None,
+                owner=self._context.gateway if part.shard else None,
                 again=again,
             )
 
-        await self._children.brief_and_follow(rollout, spec)
-        if self._purpose is Purpose.TRAIN:
+        await self._context.children.brief_and_follow(rollout, spec)
+        if self._context.purpose is Purpose.TRAIN:
             raise PartFailed("the rollout process ended before the trainer did", part=rollout.name)
 
     async def _start(self, part: GatewayPart) -> Child:
-        runs_agents = self._purpose is not Purpose.SERVE and not part.workers
-        entries = entries_of(self._config.environment) if runs_agents else ()
-        return await self._children.start(
+        runs_agents = self._context.purpose is not Purpose.SERVE and not part.workers
+        entries = entries_of(self._context.config.environment) if runs_agents else ()
+        return await self._context.children.start(
             ProcessKind.ROLLOUT, part.name, part.place, listens=True, writes=True, arguments=entries
         )
 

@@ -11,10 +11,10 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -23,18 +23,17 @@ from starlette.websockets import WebSocket
 from midflight.config.sections import Config
 from midflight.engines.app import build_app
 from midflight.engines.introduction import about_route
-from midflight.engines.relay import ServedEngine, relay, relay_steps
-from midflight.engines.servers.engine import ServerEngine
+from midflight.engines.relay import ServedEngine
 from midflight.errors import ConfigError, RunFailed, SentAway
 from midflight.observe.terminal import Terminal
 from midflight.ports import Scorer
 from midflight.run.api.membership import EngineAddress, EngineNeeds, Membership, MemberState
 from midflight.run.api.membership_client import MembershipClient
-from midflight.run.engine.companion import speak_for_server
+from midflight.run.engine.single_engine import run_single_engine
 from midflight.run.launcher import opening
-from midflight.run.launcher.ending import main_task
+from midflight.run.launcher.shutdown import main_task
 from midflight.run.parts import PartLost, serve_while
-from midflight.run.scratch import remove_left, scratch_folder
+from midflight.run.scratch import remove_left
 from midflight.version import __version__
 from midflight.wire.client import Answered, HttpClient
 from midflight.wire.server import listen, serve_app
@@ -294,26 +293,6 @@ async def join(
             )
             await serve_app(app, listener, ready=up.set)
 
-        served = _embedded if config.engine.kind == "embedded" else _server
+        engine = run_single_engine(config, model, serve, name=joined.name)
         # The membership is the main part: the engine goes on until it has left.
-        await serve_while(joined.run(address, up), served(config, model, joined.name, serve))
-
-
-async def _embedded(
-    config: Config, model: Path, name: str, serve: Callable[..., Coroutine[Any, Any, None]]
-) -> None:
-    from midflight.run.engine.engine_process import make_engine
-
-    engine = await asyncio.to_thread(make_engine, config, model, name=name, version=0)
-    await serve_while(serve(engine, relay_steps, engine), engine.run())
-
-
-async def _server(
-    config: Config, model: Path, name: str, serve: Callable[..., Coroutine[Any, Any, None]]
-) -> None:
-    async def speak(engine: ServerEngine) -> None:
-        await serve(engine, relay)
-
-    url = config.engine.urls[0] if config.engine.urls else None
-    with scratch_folder() as staging:
-        await speak_for_server(config, model, speak, name=name, url=url, version=0, staging=staging)
+        await serve_while(joined.run(address, up), engine)

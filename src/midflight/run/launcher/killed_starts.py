@@ -10,6 +10,8 @@ time that they took.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from midflight.run.launcher.restarts import is_power_of_two
+
 MAX_KILLED = 10
 """The most starts in a row that may be killed. A user may end engines by hand, and another program
 may take all memory for some minutes.
@@ -45,7 +47,7 @@ def is_told(num: int) -> bool:
     """True after the second kill, the fourth, the eighth and so on. The user then gets a message
     with the remedy. One kill says little.
     """
-    return num > 1 and num & (num - 1) == 0
+    return num > 1 and is_power_of_two(num)
 
 
 def why_killed(num: int, name: str, memory: str) -> str:

@@ -18,7 +18,6 @@ from midflight.observe.summary_table import summary_table
 from midflight.observe.terminal import Terminal
 from midflight.run.endpoint import ControlToken, control_token
 from midflight.run.launcher import opening
-from midflight.run.launcher.ending import main_task
 from midflight.run.launcher.folder import CONFIG, ROWS, kept, prepare, set_aside
 from midflight.run.launcher.folder_checks import check_run_folder
 from midflight.run.launcher.folder_lock import hold_folder
@@ -27,6 +26,7 @@ from midflight.run.launcher.replaced_files import is_aside
 from midflight.run.launcher.ring import Ring
 from midflight.run.launcher.run import Run
 from midflight.run.launcher.sentences import sentence, where_gateway
+from midflight.run.launcher.shutdown import main_task
 from midflight.run.parts import (
     Message,
     ModelReady,

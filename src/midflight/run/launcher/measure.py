@@ -189,7 +189,6 @@ class Measurement:
             max_running=max(WIDTHS),
             max_batch_tokens=self._config.engine.max_batch_tokens,
             max_context=min(self._config.model.max_context, longest + MOST_TOKENS),
-            pause_lease_seconds=self._config.engine.pause_lease_seconds,
         )
 
     def _engine_rate(self, engine: EmbeddedEngine, width: int) -> float:

@@ -25,7 +25,7 @@ import msgspec
 from midflight import given
 from midflight.config import derived
 from midflight.config.agent import SINGLE_TURN, agent_of, entries_of
-from midflight.config.disk import disk_bytes, shared_bytes
+from midflight.config.disk import disk_bytes, spilled_bytes, staged_bytes
 from midflight.config.formulas import OBJECTIVES
 from midflight.config.model_checks import check_tokenizer
 from midflight.config.seats import device_map
@@ -40,7 +40,7 @@ from midflight.run.launcher.trial import trying
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.pairs import check_local, store_path
-from midflight.weights.transports.files import SHARED
+from midflight.weights.transports.memory_files import SHARED, shared_free
 from midflight.wire.server import listen
 
 if TYPE_CHECKING:
@@ -292,25 +292,32 @@ class Inspection:
                 "run.folder, or make it writable."
             )
         check_local(store_path(folder, self._config.run.store_folder))
-        needed = disk_bytes(self._config, derived.model_sizes(self._config.model))
+        sizes = derived.model_sizes(self._config.model)
+        versions = spilled_bytes(self._config, sizes, shared_free=shared_free())
+        needed = disk_bytes(self._config, sizes) + versions
         free = shutil.disk_usage(there).free + num_bytes_of_run(folder)
         if free < needed:
+            spilled = ""
+            if versions:
+                spilled = (
+                    f", {size(versions)} of it for versions on their way, for which {SHARED} has "
+                    "no room (in containers --shm-size)"
+                )
             raise ConfigError(
                 f"run.folder is {folder}, where {size(free)} are free, and checkpoints and models "
-                f"take {size(needed)}; free some space, choose another run.folder, or lower "
-                "trainer.keep_checkpoints."
+                f"take {size(needed)}{spilled}; free some space, choose another run.folder, or "
+                "lower trainer.keep_checkpoints."
             )
 
     def _shared_memory(self) -> None:
-        needed = shared_bytes(self._config, derived.model_sizes(self._config.model))
+        needed = staged_bytes(self._config, derived.model_sizes(self._config.model))
         if not needed or not SHARED.is_dir():
             return
-        free = shutil.disk_usage(SHARED).free
+        free = shared_free()
         if free < needed:
             raise ConfigError(
-                f"{SHARED} has {size(free)} free, and versions on their way take {size(needed)} "
-                "there; enlarge it (in containers --shm-size), "
-                'or set weights.transport = "file".'
+                f"{SHARED} has {size(free)} free, and the folders that servers load versions from "
+                f"take {size(needed)} there; enlarge it (in containers --shm-size)."
             )
 
     def _port(self) -> None:

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from midflight import given
 from midflight.observe.summary import Summary
-from midflight.run.launcher.ending import Stop
+from midflight.run.launcher.shutdown import Shutdown
 from midflight.run.parts import Message
 
 
@@ -27,7 +27,7 @@ class Program:
     """A file with the program's data. The run's folder gets a copy."""
     console: Console | None = None
     """The console on which the run is shown. None is standard output."""
-    stop: Stop = field(default_factory=Stop)
+    stop: Shutdown = field(default_factory=Shutdown)
     hear: Callable[[Message], None] = ignore_message
     """Receives every message of the parts, in the launcher's thread. Must not raise or wait."""
     summary: Summary | None = None

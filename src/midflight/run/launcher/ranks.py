@@ -1,70 +1,88 @@
-"""The processes of a trainer, one for each rank, in one life.
+"""The processes of a trainer, one for each rank, over all their lives. When one rank is lost, all
+begin again from the last checkpoint, and everything else goes on.
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
+| `TrainerRanks.keep` | lives of all ranks together | the end of the first rank; then the back-off of the next life | the ranks; a spent budget |
 | `TrainerRanks._rank` (one each) | a process's messages | its end; that of the first is the trainer's | the process |
 """
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
 from midflight.config.seats import config_in_place
-from midflight.config.sections import Config
-from midflight.run.launcher.access import Access
-from midflight.run.launcher.children import Children
-from midflight.run.parts import PartLost, ProcessKind, TrainerSpec, serve_while
-from midflight.run.places.port import PartFailed, Place, Places
+from midflight.run.launcher.folder import can_go_on
+from midflight.run.launcher.ring_context import RingContext
+from midflight.run.launcher.watchdog import Watchdog
+from midflight.run.parts import PartLost, ProcessKind, Restarted, TrainerSpec, serve_while
+from midflight.run.places.port import PartFailed, Place
 
 OWN_REASON_SECONDS = 5.0
 """The time in which a lost part may report its own reason, or be seen to end. Its connections break
 first, and a busy machine takes seconds more.
 """
+STAYS = "The trainer goes on from its last checkpoint; engines, gateway and agents stay."
 
 
 class TrainerRanks:
-    """Starts all ranks together, and ends them together. `TrainerRestarts` starts them again."""
+    """Starts all ranks together, and ends them together."""
 
     def __init__(
         self,
-        config: Config,
-        places: Places,
-        children: Children,
+        context: RingContext,
+        watchdog: Watchdog,
         *,
-        access: Access,
-        further_gateways: Sequence[str],
+        further_urls: tuple[str, ...],
         resume: bool,
     ) -> None:
-        """`further_gateways` are the URLs of all gateways but the first. `resume`: the first life
+        """`further_urls` are the URLs of all gateways but the first. `resume`: the first life
         goes on from the last checkpoint, as later ones always do.
         """
-        self._config = config
-        self._places = places
-        self._children = children
-        self._access = access
-        self._further_gateways = tuple(further_gateways)
+        self._context = context
+        self._watchdog = watchdog
+        self._further_urls = further_urls
         self._resume = resume
+        self._came_up = False
         self._taken: Sequence[Place] = ()
         """The places of the ranks, the first rank's first."""
 
-    async def live(self, life: int) -> None:
-        """The first rank's end is the trainer's. The others end with it, and if one fails all
-        do.
+    def came_up(self) -> None:
+        """Notes that the trainer of this life has its weights, and a place beside the others."""
+        self._came_up = True
+        self._watchdog.weights_found()
+
+    async def keep(self) -> None:
+        """Waits for the last step. Starts the trainer again when it fails. If another life cannot
+        help, it raises the failure, and all parts may start again. That is so if there is no
+        checkpoint yet, or if the trainer did not come up beside the others.
+        """
+        await self._context.budgets.keep(self._live, between=self._end, possible=self._can_go_on)
+
+    def _can_go_on(self) -> bool:
+        return self._came_up and can_go_on(Path(self._context.config.run.folder))
+
+    async def _live(self, life: int) -> None:
+        """Waits for the end of the first rank, which is the trainer's. The others end with it, and
+        if one fails all do.
         """
         for place in self._taken:  # of an earlier life
             place.close()
-        self._taken = await self._places.take_all(ProcessKind.TRAINER, self._config.trainer.ranks)
+        self._taken = await self._context.places.take_all(
+            ProcessKind.TRAINER, self._context.config.trainer.ranks
+        )
         first, *others = self._taken
         spec = TrainerSpec(
-            config_in_place(self._config, "trainer").model_dump_json(),
-            self._access.gateway,
-            self._access.control_token,
-            self._access.segment,
+            config_in_place(self._context.config, "trainer").model_dump_json(),
+            self._context.gateway,
+            self._context.control_token,
+            self._context.segment,
             resume=self._resume or life > 0,
             life=life,
             meeting=f"{first.host}:{first.port}",
-            further_urls=self._further_gateways,
+            further_urls=self._further_urls,
         )
         other_ranks = [
             self._rank(msgspec.structs.replace(spec, rank=rank), place)
@@ -73,12 +91,15 @@ class TrainerRanks:
         first_rank = self._rank(msgspec.structs.replace(spec, meeting_fd=first.fd), first)
         await serve_while(first_rank, *other_ranks)
 
-    async def end(self) -> None:
+    async def _end(self, restart: Restarted) -> None:
         """Kills the remaining processes of a life that failed. Waits until they have ended."""
-        await self._children.stop(seconds=0.0, only=ProcessKind.TRAINER)
+        self._came_up = False
+        self._watchdog.weights_lost()
+        await self._context.children.stop(seconds=0.0, only=ProcessKind.TRAINER)
+        self._context.say(msgspec.structs.replace(restart, error=f"{restart.error}\n{STAYS}"))
 
     async def _rank(self, spec: TrainerSpec, place: Place) -> None:
-        trainer = await self._children.start(
+        trainer = await self._context.children.start(
             ProcessKind.TRAINER,
             f"trainer{spec.rank or ''}",
             place,
@@ -87,7 +108,7 @@ class TrainerRanks:
         )
         await trainer.tell(msgspec.structs.replace(spec, host=place.host))
         try:
-            await self._children.follow(trainer)
+            await self._context.children.follow(trainer)
         except PartLost as lost:
             await asyncio.sleep(OWN_REASON_SECONDS)
             raise PartFailed(str(lost), part=trainer.name) from lost

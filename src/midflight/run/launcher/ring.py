@@ -3,7 +3,7 @@ below within a budget of restarts, and they are always stopped.
 
 | loop | keeps | in |
 |---|---|---|
-| `TrainerRestarts.lead` | the trainer, with its restarts | `trainer_restarts.py`, with `ranks.py` |
+| `TrainerRanks.keep` | the processes of the trainer | `ranks.py` |
 | `Gateways.keep` | a rollout process | `gateways.py` |
 | `Engines.keep` | an engine | `engines.py` |
 | `Workers.keep` | a process that runs agents | `workers.py` |
@@ -14,8 +14,7 @@ The launcher never imports torch.
 
 import secrets
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
-from functools import partial
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,13 @@ from midflight.config.sections import Config
 from midflight.config.shards import unsharded
 from midflight.observe.status import Phase, Status
 from midflight.run.endpoint import Endpoint, remove_endpoint, write_endpoint
-from midflight.run.heart import Beat
-from midflight.run.launcher.access import Access
+from midflight.run.heartbeat import Beat
 from midflight.run.launcher.children import Children
-from midflight.run.launcher.engines import EnginePart, Engines
+from midflight.run.launcher.engines import Engines
 from midflight.run.launcher.gateways import GatewayPart, Gateways, Statuses, take_gateways
 from midflight.run.launcher.ranks import TrainerRanks
-from midflight.run.launcher.restart_budgets import RestartBudgets
-from midflight.run.launcher.trainer_restarts import TrainerRestarts
+from midflight.run.launcher.restarts import RestartBudgets
+from midflight.run.launcher.ring_context import RingContext
 from midflight.run.launcher.watch import ProcessWatch
 from midflight.run.launcher.watchdog import Watchdog
 from midflight.run.launcher.workers import Workers
@@ -40,8 +38,6 @@ from midflight.run.parts import (
     Message,
     ModelReady,
     Notice,
-    PartLost,
-    ProcessKind,
     Progress,
     Purpose,
     Ready,
@@ -50,7 +46,7 @@ from midflight.run.parts import (
     serve_while,
 )
 from midflight.run.places.local import LocalPlaces
-from midflight.run.places.port import Child, HasDescriptor, Places
+from midflight.run.places.port import HasDescriptor, Places
 from midflight.run.scratch import remove_left, segment_name
 
 WRITING_SECONDS = 2.0
@@ -77,7 +73,7 @@ class Ring:
         watchdog: Watchdog | None = None,
     ) -> None:
         """`lock` holds the run's folder while a part that writes there lives. `budgets` outlive one
-        attempt. `objects` are a program's, packed.
+        context. `objects` are a program's, packed.
         """
         self._config = config
         self._on_message = on_message
@@ -85,21 +81,16 @@ class Ring:
         self._control_token = control_token
         self._budgets = budgets or RestartBudgets(config.run.restarts)
         self._watchdog = watchdog or Watchdog(stall_seconds=config.run.stall_seconds)
-        self._lives = TrainerRestarts(
-            Path(config.run.folder), self._budgets, self._watchdog, say=on_message
-        )
         self._statuses = Statuses()
         self._places: Places
+        self._context: RingContext
         self._gateways: Sequence[GatewayPart]
         self._engines: Engines
         self._workers: Workers
+        self._trainer: TrainerRanks
         self.children = Children(
             config, watchdog=self._watchdog, hear=self._hear, objects=objects, lock=lock
         )
-
-    @property
-    def url(self) -> str:
-        return self._gateways[0].url
 
     # --- Its beginning ----------------------------------------------------------------------------
 
@@ -111,7 +102,8 @@ class Ring:
         self.children.expect_model()
         if self._given_model is not None:
             self.children.model_ready(self._given_model)
-        async with self._new_places() as self._places:
+        self._places = self._new_places()
+        with closing(self._places):
             await self._run(purpose, resume=resume)
 
     def _new_places(self) -> Places:
@@ -127,22 +119,20 @@ class Ring:
         self.children.lay_out(ranks=trains, teacher=taught)
         config = self._config if trains else unsharded(self._config)
         self._gateways = await take_gateways(config, self._places, purpose)
-        access = Access(
-            self.url,
-            self._control_token,
-            engine_token=secrets.token_urlsafe(24),
-            segment=segment_name(Path(self._config.run.folder)),
-        )
-        self._engines = self._new_engines(access, purpose)
+        context = self._context = self._new_context(purpose)
+        self._engines = Engines(context)
         engines = await self._engines.take(with_teacher=taught)
         remove_left()
-        first, *services = self._gateways_and_workers(access, purpose)
-        watch = ProcessWatch(self.children, self._watchdog, say=self._on_message, spare=self._spare)
+        first, *services = self._gateways_and_workers(context)
+        watch = ProcessWatch(self.children, self._watchdog, self._on_message, self._spare)
         services = [*engines, watch.run(), self._places.watch(), *services]
         try:
             if trains:
-                trainer = self._trainer(access, resume=resume)
-                await serve_while(trainer, first, *services)
+                further_urls = tuple(part.url for part in self._gateways[1:])
+                self._trainer = TrainerRanks(
+                    context, self._watchdog, further_urls=further_urls, resume=resume
+                )
+                await serve_while(self._trainer.keep(), first, *services)
             else:
                 await serve_while(first, *services)
         finally:
@@ -153,85 +143,40 @@ class Ring:
                 for part in self._gateways:
                     remove_endpoint(part.folder, self._control_token)
 
-    def _new_engines(self, access: Access, purpose: Purpose) -> Engines:
-        return Engines(
+    def _new_context(self, purpose: Purpose) -> RingContext:
+        return RingContext(
             self._config,
+            purpose,
             self._places,
-            access,
-            budgets=self._budgets,
-            serving=self.children.ready,
-            say=self._on_message,
-            start=self._start_engine,
-            follow=self.children.brief_and_follow,
-            memory=partial(self._memory_words, trains=purpose is Purpose.TRAIN),
-            holds=purpose is Purpose.SERVE,
+            self.children,
+            self._budgets,
+            self._on_message,
+            gateway=self._gateways[0].url,
+            control_token=self._control_token,
+            engine_token=secrets.token_urlsafe(24),
+            worker_token=secrets.token_urlsafe(24),
+            segment=segment_name(Path(self._config.run.folder)),
         )
 
-    async def _start_engine(self, part: EnginePart) -> Child:
-        return await self.children.start(
-            ProcessKind.ENGINE, part.name, part.place, listens=True, arguments=[part.kind]
-        )
-
-    def _memory_words(self, *, trains: bool) -> str:
-        # it knows clusters, which few runs need
-        from midflight.run.places.fit import memory_words, this_hardware
-
-        return memory_words(self._config, this_hardware(), trains=trains)
-
-    def _gateways_and_workers(
-        self, access: Access, purpose: Purpose
-    ) -> Sequence[Coroutine[Any, Any, None]]:
+    def _gateways_and_workers(self, context: RingContext) -> Sequence[Coroutine[Any, Any, None]]:
         """Returns the loops that keep them running. The loop of the first gateway comes first,
         because its end is the end of a run without a trainer.
         """
-        worker_token = secrets.token_urlsafe(24)
-        gateways = Gateways(
-            self._config,
-            self._gateways,
-            self.children,
-            engines=self._engines,
-            access=access,
-            worker_token=worker_token,
-            budgets=self._budgets,
-            purpose=purpose,
-            say=self._on_message,
-        )
-        self._workers = Workers(
-            self._config, self.children, token=worker_token, say=self._on_message
-        )
+        gateways = Gateways(context, self._gateways, self._engines)
+        self._workers = Workers(context)
         loops = [gateways.keep(part) for part in self._gateways]
         for part in self._gateways:
             loops += [self._workers.keep(name, part) for name in part.workers]
         return loops
 
-    def _trainer(self, access: Access, *, resume: bool) -> Coroutine[Any, Any, None]:
-        ranks = TrainerRanks(
-            self._config,
-            self._places,
-            self.children,
-            access=access,
-            further_gateways=[part.url for part in self._gateways[1:]],
-            resume=resume,
-        )
-        return self._lives.lead(ranks.live, ranks.end)
-
     # --- While it runs ----------------------------------------------------------------------------
 
     async def _spare(self, worker: str) -> None:
-        """Tells the worker's gateway that no agent is to blame for the worker's end. Waits for its
-        answer, `stall_seconds` at most: a gateway that does not answer hangs itself.
-        """
-        # only here and for engines does the launcher ask another process
-        from midflight.run.api import worker_wire as wire
-        from midflight.wire.client import HttpClient
+        # few runs need it, and it imports an HTTP client
+        from midflight.run.launcher.gateway_client import GatewayClient
 
         gateway = next(part for part in self._gateways if worker in part.workers)
-        async with HttpClient(gateway.url, lost=PartLost, token=self._control_token) as http:
-            with suppress(PartLost):
-                said = wire.encode(wire.WorkerSpared(worker))
-                await http.call(
-                    "POST", wire.SPARED_PATH, said, seconds=self._config.run.stall_seconds
-                )
+        await GatewayClient(self._context).spare(worker, url=gateway.url)
 
     def _hear(self, name: str, message: Message) -> None:
         match message:
@@ -243,7 +188,7 @@ class Ring:
                 self._budgets.of(name).earn()
                 return
             case ModelReady():
-                self._lives.came_up()
+                self._trainer.came_up()
                 self.children.model_ready(message)
             case Ready(url):
                 self._came_up(name)

@@ -26,10 +26,10 @@ from midflight.run.launcher import opening
 from midflight.run.launcher.folder import can_go_on, clear
 from midflight.run.launcher.program import Program
 from midflight.run.launcher.replaced_run import ReplacedRun
-from midflight.run.launcher.restart_budgets import RestartBudgets
+from midflight.run.launcher.restarts import RestartBudgets
 from midflight.run.launcher.ring import WRITING_SECONDS, Ring
 from midflight.run.launcher.sentences import after, sentence, where_gateway
-from midflight.run.launcher.tracking import ENDING_SECONDS, Tracking
+from midflight.run.launcher.tracker_process import ENDING_SECONDS, TrackerProcess
 from midflight.run.launcher.viewer import RunViewer
 from midflight.run.parts import (
     Message,
@@ -37,10 +37,11 @@ from midflight.run.parts import (
     Progress,
     Purpose,
     Ready,
+    Restarted,
     WarmStart,
     serve_while,
 )
-from midflight.run.places.port import HasDescriptor, PartFailed
+from midflight.run.places.port import HasDescriptor
 
 MEMORY_SECONDS = 1.0
 """The time between two looks at the memory of all processes. A look costs some milliseconds of one
@@ -75,7 +76,7 @@ class Run:
         self._newest: Ring | None = None
         self._memory = PeakMemory(os.getpid(), elsewhere=self._bytes_elsewhere)
         self._viewer = RunViewer(config, token=token.value, say=terminal.say)
-        self._tracking = Tracking(config, terminal.say)
+        self._trackers = TrackerProcess(config, terminal.say)
         self._replaced = ReplacedRun(self._folder, terminal.say)
         self.status = Status(name=config.run.name, steps=config.run.steps)
 
@@ -130,23 +131,23 @@ class Run:
 
     async def _attempts(self, *, resume: bool) -> None:
         budgets = RestartBudgets(self._config.run.restarts)
-        while True:
-            try:
-                ring = self._ring(self.hear, budgets=budgets)
-                return await ring.run(Purpose.TRAIN, resume=resume)
-            except (BaseExceptionGroup, PartFailed) as failures:
-                # a failure comes alone where a place was lost before anything ran there
-                again = budgets.spend_on(failures, now=time.monotonic())
-            resume = can_go_on(self._folder)
-            where = "its last checkpoint" if resume else "the beginning"
-            self._terminal.say(
-                f"{again.error}\nThe run goes on from {where}{after(again.seconds)}; {again.left} "
-                "restarts are left."
-            )
-            await asyncio.sleep(again.seconds)
-            if not resume:
-                self._tracking.drop()
+
+        async def attempt(number: int) -> None:
+            goes_on = can_go_on(self._folder) if number else resume
+            if number and not goes_on:
+                self._trackers.drop()
                 clear(self._folder)
+            await self._ring(self.hear, budgets=budgets).run(Purpose.TRAIN, resume=goes_on)
+
+        await budgets.keep(attempt, between=self._say_again)
+
+    async def _say_again(self, restart: Restarted) -> None:
+        """Says from where the run goes on. It waits for nothing."""
+        where = "its last checkpoint" if can_go_on(self._folder) else "the beginning"
+        self._terminal.say(
+            f"{restart.error}\nThe run goes on from {where}{after(restart.seconds)}; "
+            f"{restart.left} restarts are left."
+        )
 
     def hear(self, message: Message) -> None:
         """Shows a message from a part. Drawing takes milliseconds."""
@@ -156,8 +157,8 @@ class Run:
                 if status.step:
                     self._replaced.look()
                 # only now is a resumed run's journal without the steps that are lost
-                self._tracking.start()
-                self._tracking.hear()
+                self._trackers.start()
+                self._trackers.hear()
             case WarmStart():
                 self.status = self._warming(message)
             case Ready(url) if url is not None:
@@ -217,7 +218,7 @@ class Run:
         if self.status.step:
             self._plot(finished=finished)
         left = max(0.5, WRITING_SECONDS - (time.monotonic() - began))
-        self._tracking.end(seconds=ENDING_SECONDS if finished else left)
+        self._trackers.end(seconds=ENDING_SECONDS if finished else left)
         self._replaced.look()
         if finished:
             self._replaced.wait()

@@ -1,13 +1,9 @@
 """The signs of life of one process. It is synchronous."""
 
 from midflight.lateness import Lateness
-from midflight.observe.activity import BYTES_A_SECOND
-from midflight.run.heart import BEAT_SECONDS, Beat
-from midflight.run.places.vitals import Vitals
+from midflight.observe.activity import ProcessWork, motion
+from midflight.run.heartbeat import BEAT_SECONDS, Beat
 from midflight.sender_clock import SenderClock
-
-IDLE_SHARE = 0.01
-"""A process that uses less of a core computes nothing. Its heartbeat takes a thousandth."""
 
 
 class Work:
@@ -15,17 +11,11 @@ class Work:
 
     def __init__(self, *, now: float) -> None:
         self.at = now
-        self._cpu_seconds = 0.0
-        self._num_bytes = 0
+        self._before = ProcessWork(0.0, 0)
 
-    def feel(self, cpu_seconds: float, num_bytes: int, *, now: float) -> None:
-        waited = now - self.at
-        computes = cpu_seconds - self._cpu_seconds > max(0.03, IDLE_SHARE * waited)
-        moves_bytes = num_bytes - self._num_bytes > BYTES_A_SECOND * max(1.0, waited)
-        has_ended = cpu_seconds < self._cpu_seconds  # something below it, whose work counted
-        if computes or moves_bytes or has_ended:
-            self._cpu_seconds = cpu_seconds
-            self._num_bytes = num_bytes
+    def feel(self, work: ProcessWork, *, now: float) -> None:
+        if motion(self._before, work, seconds=now - self.at) is not None:
+            self._before = work
             self.at = now
 
 
@@ -37,7 +27,7 @@ class SignsOfLife:
     def __init__(self, name: str, pid: int | None, *, now: float, memory_seconds: float) -> None:
         self.name = name
         self.pid = pid
-        self.began = self.heard = now
+        self.heard = now
         self.ready: float | None = None
         """The time at which it began to serve. None before that."""
         self.beat = Beat(None)
@@ -66,8 +56,8 @@ class SignsOfLife:
         self.lateness.came(now, counts=not is_heavy)
         self.beat = beat if beat.at is None else beat.shifted(self._clock.shift(beat.at, now=now))
         self.heard = now
-        self._told.feel(beat.cpu_seconds, beat.num_bytes, now=now)
+        self._told.feel(ProcessWork(beat.cpu_seconds, beat.num_bytes), now=now)
 
-    def feel(self, vitals: Vitals, *, now: float) -> None:
-        self.state = vitals.state
-        self._seen.feel(vitals.cpu_seconds, vitals.num_bytes, now=now)
+    def feel(self, work: ProcessWork, *, now: float) -> None:
+        self.state = work.state
+        self._seen.feel(work, now=now)

@@ -23,6 +23,7 @@ from midflight.observe.activity import ProcessActivity
 from midflight.observe.readable import duration
 from midflight.run.orphan_guard import guarded
 from midflight.run.places.port import STACKS_SIGNAL
+from midflight.run.places.process import without_access
 
 LOOK_SECONDS = 1.0
 """The seconds between two looks at the process."""
@@ -87,7 +88,7 @@ def answer_of(
             stdin=file,
             stdout=pipe,
             stderr=pipe,
-            env=environ,
+            env=without_access(os.environ if environ is None else environ),
             start_new_session=True,
         ) as process:
             try:

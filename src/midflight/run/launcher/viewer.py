@@ -7,7 +7,7 @@ run does not need it.
 
 import asyncio
 import importlib.util
-import os
+import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -18,7 +18,9 @@ import msgspec
 from midflight.config.sections import Config
 from midflight.observe.atomic_write import write_whole
 from midflight.run.api.dashboard import VIEWER, ViewerAddress
-from midflight.run.orphan_guard import guarded
+from midflight.run.endpoint import TOKEN_VARIABLE
+from midflight.run.launcher.folder import LOGS
+from midflight.run.places.process import LocalProcess, child_environ
 from midflight.wire.server import listen
 
 HOST = "127.0.0.1"
@@ -31,6 +33,7 @@ class RunViewer:
 
     def __init__(self, config: Config, *, token: str, say: Callable[[str], None]) -> None:
         self._folder = Path(config.run.folder)
+        self._log = self._folder / LOGS / "view.log"
         self._port = config.observe.view_port
         self._wanted = (
             config.observe.view == "auto" and importlib.util.find_spec("nicegui") is not None
@@ -62,32 +65,24 @@ class RunViewer:
                 status = await self._watch(listener)
         finally:
             (self._folder / VIEWER).unlink(missing_ok=True)
-        log = self._folder / "logs" / "view.log"
         self._say(
-            f"the viewer ended with status {status} ({log}); the run goes on. Look at it with: "
+            f"the viewer ended with status {status} ({self._log}); the run goes on. Look at it with: "
             f"midflight view {self._folder}"
         )
 
     async def _watch(self, listener: socket.socket) -> int:
         """Waits for the end of a viewer, which ends with this process, or when this wait does."""
-        environment = {**os.environ, "MIDFLIGHT_CONTROL_TOKEN": self._token, "OMP_NUM_THREADS": "1"}
         arguments = [str(listener.fileno()), HOST, str(self._folder)]
-        command = guarded([sys.executable, "-m", "midflight.view.process", *arguments])
-        with (self._folder / "logs" / "view.log").open("ab") as log:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[listener.fileno()],
-                env=environment,
-                start_new_session=True,
-            )
+        viewer = LocalProcess("viewer", log=self._log)
+        await viewer.launch(
+            [sys.executable, "-m", "midflight.view.process", *arguments],
+            environ=child_environ({TOKEN_VARIABLE: self._token, "OMP_NUM_THREADS": "1"}),
+            inherited=[listener],
+        )
         try:
-            return await process.wait()
+            return await viewer.ended()
         finally:
-            if process.returncode is None:
-                process.kill()
+            viewer.signal(signal.SIGKILL)
 
 
 async def _visited(listener: socket.socket) -> None:

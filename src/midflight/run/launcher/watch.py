@@ -7,6 +7,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from midflight.run.launcher.children import Children
 from midflight.run.launcher.watchdog import LOOK_SECONDS, HungProcess, Watchdog
@@ -14,26 +15,19 @@ from midflight.run.parts import Message, ProcessKind, Stalled
 from midflight.run.places.port import Child
 
 
+@dataclass(frozen=True, slots=True)
 class ProcessWatch:
     """Looks at all processes once a second. It restarts no process: the loop that keeps a process
     does that.
     """
 
-    def __init__(
-        self,
-        children: Children,
-        watchdog: Watchdog,
-        *,
-        say: Callable[[Message], None],
-        spare: Callable[[str], Awaitable[None]],
-    ) -> None:
-        """`spare` is awaited before a worker is ended that could not have run its agents, so that
-        its gateway blames none of them.
-        """
-        self._children = children
-        self._watchdog = watchdog
-        self._say = say
-        self._spare = spare
+    children: Children
+    watchdog: Watchdog
+    say: Callable[[Message], None]
+    spare: Callable[[str], Awaitable[None]]
+    """It is awaited before a worker is ended that could not have run its agents, so that its
+    gateway blames none of them.
+    """
 
     async def run(self) -> None:
         """Waits for the interval to pass, for ever; ended by its task group."""
@@ -43,16 +37,16 @@ class ProcessWatch:
                 self._look(endings)
 
     def _look(self, endings: asyncio.TaskGroup) -> None:
-        for child in self._children.newest.values():
+        for child in self.children.newest.values():
             child.cut_log()
-            self._watchdog.see(child.name, child.state)
-        found = self._watchdog.look()
-        if not found and self._watchdog.due():
-            self._say(Stalled(f"{self._watchdog.standstill()}.\n{self._watchdog.report()}"))
+            self.watchdog.see(child.name, child.state)
+        found = self.watchdog.look()
+        if not found and self.watchdog.due():
+            self.say(Stalled(f"{self.watchdog.standstill()}.\n{self.watchdog.report()}"))
         for hung in found:
-            report = self._watchdog.report()
-            self._watchdog.end(hung.name)
-            child = self._children.newest[hung.name]
+            report = self.watchdog.report()
+            self.watchdog.end(hung.name)
+            child = self.children.newest[hung.name]
             endings.create_task(self._end(hung, child, report))
 
     async def _end(self, hung: HungProcess, child: Child, report: str) -> None:
@@ -60,10 +54,10 @@ class ProcessWatch:
         worker, it waits until the worker's gateway knows that no agent is to blame.
         """
         if hung.stopped and child.part is ProcessKind.WORKER:
-            await self._spare(hung.name)
+            await self.spare(hung.name)
         stacks = ""
         if not hung.stopped:
             written = await child.stacks()
             stacks = f"\nthe stacks of {hung.name} (pid {child.pid}):\n{written}"
-        self._say(Stalled(f"{hung.why}.\n{report}{stacks}"))
+        self.say(Stalled(f"{hung.why}.\n{report}{stacks}"))
         child.condemn(hung.why)

@@ -16,7 +16,7 @@ To each `stall_seconds` the measured delay of signs of life is added: that of th
 of all parts, or of the part itself. A machine that is too busy to let a part beat in time is no
 reason to end it.
 
-Processes are judged here. Agents are judged by the crew of their rollout process, which knows their
+Processes are judged here. Agents are judged by the pool of their rollout process, which knows their
 deadlines and which agent blocks which.
 """
 
@@ -26,10 +26,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from midflight.lateness import Lateness, delay_of
+from midflight.observe.activity import ProcessWork, own_work
 from midflight.observe.readable import duration
-from midflight.run.heart import Beat, Doing
+from midflight.run.heartbeat import Beat, Doing
 from midflight.run.launcher.signs_of_life import SignsOfLife
-from midflight.run.places.vitals import Vitals, vitals_of
 
 LOOK_SECONDS = 1.0
 """The time between two looks of the launcher."""
@@ -62,11 +62,11 @@ class Watchdog:
         self,
         *,
         stall_seconds: float,
-        vitals: Callable[[int], Vitals] = vitals_of,
+        work: Callable[[int], ProcessWork | None] = own_work,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._stall_seconds = stall_seconds
-        self._vitals = vitals
+        self._work = work
         self._clock = clock
         self.pulses: dict[str, SignsOfLife] = {}
         self._ended: dict[str, float] = {}
@@ -144,8 +144,9 @@ class Watchdog:
         now = self._clock()
         self._looks.came(now)
         for pulse in self.pulses.values():
-            if pulse.pid is not None:
-                pulse.feel(self._vitals(pulse.pid), now=now)
+            work = None if pulse.pid is None else self._work(pulse.pid)
+            if work is not None:
+                pulse.feel(work, now=now)
         for judge in (self._condemned, self._unheard, self._blocked, self._absent, self._idle):
             judged = [judge(pulse, now) for pulse in self.pulses.values()]
             found = [hung for hung in judged if hung is not None]

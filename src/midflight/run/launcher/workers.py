@@ -5,19 +5,15 @@
 | `Workers.keep` (one each) | the worker's messages | its end; then it starts it again | cancellation, or starts that fail |
 """
 
-from collections.abc import Callable
+import asyncio
+from itertools import count
 
 from midflight.config.agent import entries_of
-from midflight.config.sections import Config
-from midflight.run.launcher.children import Children
 from midflight.run.launcher.gateways import GatewayPart
-from midflight.run.parts import Message, PartLost, ProcessKind, Restarted, WorkerSpec
+from midflight.run.launcher.restarts import FAILED_STARTS, RestartBudget, is_power_of_two
+from midflight.run.launcher.ring_context import RingContext
+from midflight.run.parts import PartLost, ProcessKind, Restarted, WorkerSpec
 from midflight.run.places.port import Child, PartFailed
-
-MAX_FAILED_STARTS = 3
-"""Failed starts of one worker in a row, before the run fails: its connection is refused, or the
-machine has no room for it.
-"""
 
 
 class Workers:
@@ -25,19 +21,8 @@ class Workers:
     belongs to which of them.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        children: Children,
-        *,
-        token: str,
-        say: Callable[[Message], None],
-    ) -> None:
-        """`token` is for their connections to the gateways."""
-        self._config = config
-        self._children = children
-        self._token = token
-        self._say = say
+    def __init__(self, context: RingContext) -> None:
+        self._context = context
         self.are_done = False
         """Notes that no rollouts are left: workers that end now do so because the rollout process
         does.
@@ -47,50 +32,44 @@ class Workers:
         """Runs one process of agents, and starts it again whenever it dies, which agents may cause.
         Raises `PartFailed` if it does not come up.
         """
-        failed_starts = 0
-        num_ended = 0
-        error = ""
-        while failed_starts < MAX_FAILED_STARTS:
-            worker = await self._children.start(
+        budget = RestartBudget(FAILED_STARTS)
+        for num_ended in count(1):
+            worker = await self._context.children.start(
                 ProcessKind.WORKER,
                 name,
                 gateway.place,
-                arguments=entries_of(self._config.environment),
+                arguments=entries_of(self._context.config.environment),
             )
             error = await self._life(worker, gateway)
-            failed_starts = 0 if name in self._children.ready else failed_starts + 1
-            self._children.ready.discard(name)
-            await self._children.kill(name)  # a failed one may linger
+            has_worked = name in self._context.children.ready
+            if has_worked:
+                budget.earn()
+            self._context.children.ready.discard(name)
+            await self._context.children.kill(name)  # a failed one may linger
             if self.are_done:
                 return
-            num_ended += 1
-            if _is_power_of_two(num_ended):  # an environment may do so all the time
+            if budget.spend(asyncio.get_running_loop().time(), counts=not has_worked) is None:
+                raise PartFailed(
+                    f"{name} was started {FAILED_STARTS.restarts + 1} times and ended each time "
+                    f"before it ran an agent: {error}",
+                    part=name,
+                )
+            if is_power_of_two(num_ended):  # an environment may do so all the time
                 again = "" if num_ended == 1 else f" It was the {num_ended}th time."
-                self._say(Restarted(name, error + again, None))
-        raise PartFailed(
-            (
-                f"{name} was started {MAX_FAILED_STARTS} times and ended each time before it ran "
-                f"an agent: {error}"
-            ),
-            part=name,
-        )
+                self._context.say(Restarted(name, error + again, None))
 
     async def _life(self, worker: Child, gateway: GatewayPart) -> str:
         """Waits for the end of one process, and returns why it ended."""
         spec = WorkerSpec(
             worker.name,
             gateway.url,
-            self._token,
-            self._config.environment.model_dump_json(),
-            self._config.gateway.public_url,
+            self._context.worker_token,
+            self._context.config.environment.model_dump_json(),
+            self._context.config.gateway.public_url,
         )
         try:
             await worker.tell(spec)
-            await self._children.follow(worker)
+            await self._context.children.follow(worker)
         except (PartFailed, PartLost) as failure:
             return str(failure)
         return f"{worker.name} ended, though nobody asked it to"
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0

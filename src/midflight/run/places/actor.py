@@ -18,9 +18,10 @@ from pathlib import Path
 import msgspec
 
 from midflight.errors import MidflightError
+from midflight.observe.activity import own_work
 from midflight.run.parts import SEATED_VARIABLE, ProcessKind
-from midflight.run.places.process import LocalChild, last_lines
-from midflight.run.places.vitals import vitals_of
+from midflight.run.places.port import ChildOrder
+from midflight.run.places.process import LocalChild
 from midflight.version import __version__
 from midflight.wire.server import listen
 
@@ -62,13 +63,7 @@ class StartOrder(msgspec.Struct, frozen=True):
 
     life: str
     """An id that no other process has."""
-    log: str
-    cwd: str
-    environ: dict[str, str]
-    arguments: list[str]
-    objects: bytes
-    """Objects that the program gives to its run, pickled."""
-    listens: bool
+    child: ChildOrder
     alone_seconds: float
     """`ActorChild` explains it."""
 
@@ -144,9 +139,11 @@ class ActorChild:
         self.child.cut_log()
         lines = list(self.lines)
         if not self.closed:
-            return ChildOutput(lines, False, None, state=vitals_of(self.child.pid).state)
+            work = own_work(self.child.pid)
+            state = "?" if work is None else work.state
+            return ChildOutput(lines, False, None, state=state)
         status = await self.child.ended()
-        return ChildOutput(lines, True, status, last_lines(self.child.log))
+        return ChildOutput(lines, True, status, self.child.last_lines())
 
 
 class PlaceActor:
@@ -208,24 +205,19 @@ class PlaceActor:
         opened = ActorOpened(host, at[1], self._listener.fileno(), self._here(), gpus)
         return msgspec.json.encode(opened)
 
-    async def start(self, part: str, name: str, order: bytes) -> None:
+    async def start(self, order: bytes) -> None:
         """Starts a process, which takes the place of the one of that name. The same order may come
         again: it changes nothing.
         """
         asked = msgspec.json.decode(order, type=StartOrder)
+        name = asked.child.name
         if name in self._told and self._told[name].life == asked.life:
             return
         assert self._listener is not None
-        given = {variable: value for variable, value in asked.environ.items() if value}
+        given = {variable: value for variable, value in asked.child.environ.items() if value}
         child = LocalChild(
-            ProcessKind(part),
-            name,
-            log=Path(asked.log),
-            environ={SEATED_VARIABLE: "1", **given},
-            inherited=[self._listener] if asked.listens else [],
-            arguments=asked.arguments,
-            objects=asked.objects,
-            cwd=Path(asked.cwd),
+            msgspec.structs.replace(asked.child, environ={SEATED_VARIABLE: "1", **given}),
+            inherited=[self._listener] if asked.child.listens else [],
         )
         await child.start()
         told = ActorChild(child, asked.life, alone_seconds=asked.alone_seconds)
@@ -244,10 +236,6 @@ class PlaceActor:
 
     async def signal(self, name: str, number: int) -> None:
         self._told[name].child.signal(signal.Signals(number))
-
-    async def free_port(self) -> int:
-        with socket.create_server((self._here(), 0)) as found:
-            return found.getsockname()[1]
 
     async def refuse(self) -> None:
         if self._listener is not None:

@@ -9,8 +9,8 @@ import os
 import platform
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from importlib import metadata
 from pathlib import Path
 
@@ -22,13 +22,10 @@ from midflight.errors import ConfigError
 from midflight.run.places.actor import MONITOR_VARIABLE, MachineGreeting
 from midflight.run.places.cluster import Cluster, Machine, said_of, why_lost
 from midflight.run.places.fit import hardware_of, misfits
+from midflight.run.reminder import Reminder
 from midflight.version import __version__
 from midflight.wire.hosts import is_loopback
 
-SAY_SECONDS = 30.0
-"""The seconds after which the user is told of a wait for machines, then at twice the time, and so
-on.
-"""
 ROUNDING = 1e-6
 """The tolerance in sums of resources, which Ray counts in ten-thousandths."""
 WHERE = "{where}"
@@ -74,7 +71,7 @@ async def _problems_there(
             "cluster.wait_seconds gives"
         )
 
-    with _said_again(say_waiting):
+    with closing(Reminder(say_waiting)):
         greetings = await asyncio.gather(*map(asked, machines))
     found: defaultdict[str, list[str]] = defaultdict(list)
     for machine, greeting in zip(machines, greetings, strict=True):
@@ -84,26 +81,6 @@ async def _problems_there(
         for problem in _differences(greeting, config):
             found[problem].append(machine.address)
     return [problem.replace(WHERE, _listed(addresses)) for problem, addresses in found.items()]
-
-
-@contextmanager
-def _said_again(say: Callable[[float], None]) -> Generator[None]:
-    """During the block `say` is called after 30 s, a minute, two minutes and so on, with the
-    seconds that have passed.
-    """
-    loop = asyncio.get_running_loop()
-    began = loop.time()
-
-    def again(seconds: float) -> None:
-        nonlocal later
-        say(loop.time() - began)
-        later = loop.call_later(seconds, again, 2 * seconds)
-
-    later = loop.call_later(SAY_SECONDS, again, SAY_SECONDS)
-    try:
-        yield
-    finally:
-        later.cancel()
 
 
 def _existing(folder: Path) -> Path:
@@ -274,8 +251,7 @@ def _transport(config: Config, machines: Sequence[Machine]) -> Iterator[str]:
     if config.weights.transport == "shared_memory" and len(machines) > 1:
         yield (
             'weights.transport = "shared_memory" reaches no other machine, and the cluster has '
-            f'{len(machines)}; set it to "collective" or "pull", '
-            'or to "file" where run.folder is fast.'
+            f'{len(machines)}; set it to "pull".'
         )
 
 

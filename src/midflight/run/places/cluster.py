@@ -21,19 +21,19 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import msgspec
 
-from midflight import given
 from midflight.errors import ConfigError, RunFailed
 from midflight.run import parts
 from midflight.run.places.actor import ActorOpened, ChildOutput, StartOrder
-from midflight.run.places.port import KILLS, HasDescriptor, PartFailed, Wants
-from midflight.run.places.process import last_lines
+from midflight.run.places.port import KILLS, ChildOrder, HasDescriptor, PartFailed, Wants
+from midflight.run.places.process import last_lines, of_status
+from midflight.run.reminder import Reminder
 from midflight.wire.hosts import is_loopback
 
 AGAIN_SECONDS = 0.5
@@ -51,9 +51,9 @@ KILL_SECONDS = 5.0
 """The time within which a seat must report that a killed process has ended. The end of a run waits
 for that, also if the machine is gone.
 """
-PATIENCE_SECONDS = 30.0
-"""A seat is not there at once. The seconds after which the user is told of the wait, and again each
-time that it has doubled.
+NODE_SHARE = 0.001
+"""The share of a machine's resource `node:ADDRESS` that a seat asks for which is to be there. Ray
+gives each machine one of it, and waits until the machine is there.
 """
 OWN_RESOURCES = frozenset(("memory", "node", "object_store_memory", "accelerator_type"))
 """Resources that Ray gives each machine, in bytes or as marks; they are not shown to users."""
@@ -173,31 +173,16 @@ class ClusterPlace:
         self._recalled.set()
 
     def child(
-        self,
-        part: parts.ProcessKind,
-        name: str,
-        *,
-        log: Path,
-        environ: Mapping[str, str],
-        arguments: Sequence[str] = (),
-        objects: bytes = given.NOTHING,
-        listens: bool = False,
-        inherited: Sequence[HasDescriptor] = (),
+        self, order: ChildOrder, *, inherited: Sequence[HasDescriptor] = ()
     ) -> "ClusterChild":
-        order = StartOrder(
-            life=secrets.token_hex(8),
-            log=str(log.absolute()),
+        there = msgspec.structs.replace(
+            order,
+            log=str(Path(order.log).absolute()),
+            environ={**self._environ, **order.environ},
             cwd=str(Path.cwd()),
-            environ={**self._environ, **environ},
-            arguments=list(arguments),
-            objects=objects,
-            listens=listens,
-            alone_seconds=ALONE * self._lost_seconds,
         )
-        return ClusterChild(self, part, name, order)
-
-    async def free_port(self) -> int:
-        return await self.ask("free_port", of="a place")
+        start = StartOrder(secrets.token_hex(8), there, alone_seconds=ALONE * self._lost_seconds)
+        return ClusterChild(self, start)
 
     def refuse(self) -> None:
         if not self.lost:
@@ -253,11 +238,9 @@ class ClusterChild:
 
     pid = None
 
-    def __init__(
-        self, place: ClusterPlace, part: parts.ProcessKind, name: str, order: StartOrder
-    ) -> None:
-        self.part = part
-        self.name = name
+    def __init__(self, place: ClusterPlace, order: StartOrder) -> None:
+        self.part = order.child.part
+        self.name = order.child.name
         self._place = place
         self._order = order
         self._lock = asyncio.Lock()
@@ -274,7 +257,7 @@ class ClusterChild:
         self.was_started = False
 
     async def start(self) -> None:
-        await self._ask("start", str(self.part), self.name, msgspec.json.encode(self._order))
+        await self._ask("start", msgspec.json.encode(self._order))
         self.was_started = True
 
     @property
@@ -307,7 +290,7 @@ class ClusterChild:
                 self._why = str(lost)
                 self._closed = True
                 self._status = -signal.SIGKILL
-                self._log = last_lines(Path(self._order.log))
+                self._log = last_lines(Path(self._order.child.log))
                 return
             heard = msgspec.json.decode(answer, type=ChildOutput)
             if heard.recalled:
@@ -332,11 +315,11 @@ class ClusterChild:
         self.signal(signal.SIGKILL)
 
     def died(self, status: int) -> PartFailed:
-        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-        said = self._why or f"{self.name} ended with {how} on {self._place.machine}"
+        how = f"{self.name} ended with {of_status(status)} on {self._place.machine}"
+        said = self._why or how
         was_killed = self._why is None and status in KILLS
         return PartFailed(
-            f"{said}; the end of {self._order.log}:\n{self._log}",
+            f"{said}; the end of {self._order.child.log}:\n{self._log}",
             part=self.name,
             was_killed=was_killed,
         )
@@ -350,49 +333,31 @@ class ClusterChild:
         return await self._place.ask(method, *given, of=self.name, hurry=hurry)
 
 
+@dataclass(slots=True)
 class RayPlaces:
     """Gives seats of a cluster to the parts. All seats of an attempt at a run are given back at its
     end, and die with this process at the latest.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        resources: Mapping[parts.ProcessKind, Mapping[str, float]],
-        *,
-        lost_seconds: float,
-        wait_seconds: float,
-        environ: Mapping[str, str],
-        say: Callable[[str], None],
-    ) -> None:
-        """`resources` are the resources that a seat of each kind asks for. `environ` is for all
-        processes. `say` gets a message about each wait.
-        """
-        self._cluster = cluster
-        self._resources = resources
-        self._lost_seconds = lost_seconds
-        self._environ = environ
-        self._say = say
-        self._wait_seconds = wait_seconds
-        self.spread = True
-        self._taken: list[ClusterPlace] = []
+    cluster: Cluster
+    resources: Mapping[parts.ProcessKind, Mapping[str, float]]
+    """The resources that a seat of each kind asks for."""
+    lost_seconds: float
+    wait_seconds: float
+    environ: Mapping[str, str]
+    """It is for all processes."""
+    say: Callable[[str], None]
+    """Gets a message about each wait."""
+    taken: list[ClusterPlace] = field(default_factory=list[ClusterPlace], init=False)
 
-    async def __aenter__(self) -> "RayPlaces":
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for place in self._taken:
+    def close(self) -> None:
+        for place in self.taken:
             place.close()
 
     async def watch(self) -> None:
         while True:
-            leaving = await asyncio.to_thread(self._cluster.leaving)
-            for place in self._taken:
+            leaving = await asyncio.to_thread(self.cluster.leaving)
+            for place in self.taken:
                 if place.machine in leaving:
                     place.recall()
             await asyncio.sleep(LOOK_SECONDS)
@@ -406,32 +371,22 @@ class RayPlaces:
         for_ever: bool = False,
         wants: Wants | None = None,
     ) -> ClusterPlace:
-        asked, machine = wants or Wants(self._resources[part], "")
+        asked, machine = wants or Wants(self.resources[part], "")
+        if machine:
+            asked = {**asked, f"node:{machine}": NODE_SHARE}
         at = "" if host is None or is_loopback(host) else host
         async with self._patience(part, 1, asked, for_ever=for_ever):
-            seat = self._cluster.seat(asked, machine=await self._machine(machine))
+            seat = self.cluster.seat(asked)
             try:
                 return await self._opened(part, seat, at, port)
             except BaseException:
-                self._cluster.kill(seat)
+                self.cluster.kill(seat)
                 raise
 
-    async def _machine(self, address: str) -> str:
-        """The id of the machine at an address; empty for an empty address, which is any. Waits
-        until the machine is there.
-        """
-        if not address:
-            return ""
-        while True:
-            ids = {machine.address: machine.id for machine in self._cluster.machines()}
-            if address in ids:
-                return ids[address]
-            await asyncio.sleep(AGAIN_SECONDS)
-
     async def take_all(self, part: parts.ProcessKind, count: int) -> Sequence[ClusterPlace]:
-        asked = self._resources[part]
+        asked = self.resources[part]
         async with self._patience(part, count, asked):
-            seats, give_back = await self._cluster.group(asked, count)
+            seats, give_back = await self.cluster.group(asked, count)
         closed = 0
 
         def close() -> None:
@@ -459,7 +414,7 @@ class RayPlaces:
     ) -> ClusterPlace:
         """Waits until the seat is there, however long that takes."""
         try:
-            answer = await self._cluster.call(seat, "open", host, port)
+            answer = await self.cluster.call(seat, "open", host, port)
             opened = msgspec.json.decode(answer, type=ActorOpened)
         except Exception as error:
             why = why_lost(error)
@@ -469,14 +424,14 @@ class RayPlaces:
         if opened.error:
             raise ConfigError(opened.error)
         place = ClusterPlace(
-            self._cluster,
+            self.cluster,
             seat,
             opened,
-            lost_seconds=self._lost_seconds,
-            environ=self._environ,
+            lost_seconds=self.lost_seconds,
+            environ=self.environ,
             closed=closed,
         )
-        self._taken.append(place)
+        self.taken.append(place)
         return place
 
     @asynccontextmanager
@@ -491,30 +446,25 @@ class RayPlaces:
         """Surrounds a wait for seats and reports it to the user again and again. Raises `RunFailed`
         after `wait_seconds`, unless the wait may last `for_ever`.
         """
-        loop = asyncio.get_running_loop()
         asked = ", ".join(f"{name}: {amount:g}" for name, amount in resources.items())
         wanted = f"{count} x a machine with {asked or 'room'}"
 
-        def say(seconds: float) -> None:
-            nonlocal later
-            self._say(
+        def say(_: float) -> None:
+            self.say(
                 f"{part} waits for {wanted}: what there is has no room, or is slow to start a seat "
-                f"({said_of(self._cluster.machines())})"
+                f"({said_of(self.cluster.machines())})"
             )
-            later = loop.call_later(2 * seconds, say, 2 * seconds)
 
-        later = loop.call_later(PATIENCE_SECONDS, say, PATIENCE_SECONDS)
-        limit = asyncio.timeout(None if for_ever else self._wait_seconds)
+        limit = asyncio.timeout(None if for_ever else self.wait_seconds)
         try:
-            async with limit:
-                yield
+            with closing(Reminder(say)):
+                async with limit:
+                    yield
         except TimeoutError:
             if not limit.expired():
                 raise
             raise RunFailed(
-                f"{part} has waited {self._wait_seconds:g} s for {wanted}, and had no room among "
-                f"{said_of(self._cluster.machines())}; add machines or end what is on them, and go "
+                f"{part} has waited {self.wait_seconds:g} s for {wanted}, and had no room among "
+                f"{said_of(self.cluster.machines())}; add machines or end what is on them, and go "
                 "on with --resume, or raise cluster.wait_seconds."
             ) from None
-        finally:
-            later.cancel()

@@ -211,7 +211,7 @@ def _batch(config: Config, hardware: Hardware) -> Iterator[Misfit]:
     there is never a step.
     """
     room = hardware.memory_bytes // 4
-    if config.rollout.buffer_bytes is None and batch_bytes(config) > WORST_SHARE * room:
+    if batch_bytes(config) > WORST_SHARE * room:
         options = ("rollout.groups_per_step", "rollout.group_size", "model.max_context")
         option = _grown(options, config)
         yield Misfit(

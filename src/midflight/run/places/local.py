@@ -2,13 +2,10 @@
 
 import asyncio
 import socket
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from types import TracebackType
+from collections.abc import Sequence
 
-from midflight import given
 from midflight.run import parts
-from midflight.run.places.port import HasDescriptor, Wants
+from midflight.run.places.port import ChildOrder, HasDescriptor, Wants
 from midflight.run.places.process import LocalChild
 from midflight.wire.server import listen
 
@@ -24,35 +21,12 @@ class LocalPlace:
         self._listener = listener
         self.host, self.port = listener.getsockname()[:2]
 
-    def child(
-        self,
-        part: parts.ProcessKind,
-        name: str,
-        *,
-        log: Path,
-        environ: Mapping[str, str],
-        arguments: Sequence[str] = (),
-        objects: bytes = given.NOTHING,
-        listens: bool = False,
-        inherited: Sequence[HasDescriptor] = (),
-    ) -> LocalChild:
-        sockets = (self._listener,) if listens else ()
-        return LocalChild(
-            part,
-            name,
-            log=log,
-            environ=environ,
-            inherited=(*sockets, *inherited),
-            arguments=arguments,
-            objects=objects,
-        )
+    def child(self, order: ChildOrder, *, inherited: Sequence[HasDescriptor] = ()) -> LocalChild:
+        sockets = (self._listener,) if order.listens else ()
+        return LocalChild(order, inherited=(*sockets, *inherited))
 
     async def recalled(self) -> None:
         await asyncio.Event().wait()
-
-    async def free_port(self) -> int:
-        with socket.create_server((self.host, 0)) as found:
-            return found.getsockname()[1]
 
     def refuse(self) -> None:
         self._listener.close()
@@ -63,20 +37,10 @@ class LocalPlace:
 
 
 class LocalPlaces:
-    spread = False
-
     def __init__(self) -> None:
         self._taken: list[LocalPlace] = []
 
-    async def __aenter__(self) -> "LocalPlaces":
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         for place in self._taken:
             place.close()
 

@@ -7,10 +7,12 @@ stays the same through restarts, and on a cluster the GPUs.
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
-from pathlib import Path
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
+import msgspec
+
+from midflight import given
 from midflight.errors import ConfigError, MidflightError, RunFailed
 from midflight.run import parts
 
@@ -30,6 +32,24 @@ memory.
 """
 
 
+class ChildOrder(msgspec.Struct, frozen=True):
+    """A part's process that is to be started."""
+
+    part: parts.ProcessKind
+    name: str
+    log: str
+    """The file to which its prints go."""
+    environ: dict[str, str]
+    """It is added to the environment of the process that starts it."""
+    arguments: Sequence[str] = ()
+    objects: bytes = given.NOTHING
+    """The objects that the program gives to its run, pickled."""
+    listens: bool = False
+    """It gets the listening socket of its place."""
+    cwd: str | None = None
+    """Its working folder, if that is not the one of the process that starts it."""
+
+
 class PartFailed(RunFailed):
     """A process ended unexpectedly, and a restart may help."""
 
@@ -40,7 +60,23 @@ class PartFailed(RunFailed):
         self.was_killed = was_killed
 
 
-class Child(Protocol):
+class Process(Protocol):
+    """A process that can be ended."""
+
+    @property
+    def running(self) -> bool: ...
+    async def ended(self) -> int:
+        """Waits for the exit status; ended by the process, or by the end of its machine, which is
+        SIGKILL.
+        """
+        ...
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal. It is no error if the process has ended."""
+        ...
+
+
+class Child(Process, Protocol):
     """A part of the run in a process of its own, here or elsewhere.
 
     It imports its modules as soon as it is started, and waits for its spec. It sends messages; its
@@ -67,9 +103,6 @@ class Child(Protocol):
         """True if `start` has ended. It has not ended if it was cut short."""
         ...
 
-    @property
-    def running(self) -> bool: ...
-
     async def start(self) -> None:
         """Starts the process, and waits until it is there. Raises `PartFailed` if its machine is
         gone.
@@ -83,12 +116,6 @@ class Child(Protocol):
     def messages(self) -> AsyncIterator[parts.Message]:
         """All messages of the child, in order. Ends when the child closes its end of the pipe, at
         the latest by dying.
-        """
-        ...
-
-    async def ended(self) -> int:
-        """Waits for the exit status; ended by the child, or by the end of its machine, which is
-        SIGKILL.
         """
         ...
 
@@ -108,10 +135,6 @@ class Child(Protocol):
 
     def died(self, status: int) -> PartFailed:
         """The error for an end that the launcher did not ask for, with the last lines of the log."""
-        ...
-
-    def signal(self, number: signal.Signals) -> None:
-        """Sends a signal. It is no error if the process has ended."""
         ...
 
 
@@ -150,26 +173,10 @@ class Place(Protocol):
         """
         ...
 
-    def child(
-        self,
-        part: parts.ProcessKind,
-        name: str,
-        *,
-        log: Path,
-        environ: Mapping[str, str],
-        arguments: Sequence[str] = (),
-        objects: bytes = ...,
-        listens: bool = False,
-        inherited: Sequence[HasDescriptor] = (),
-    ) -> Child:
-        """Returns a process that is to be started there. `objects` are the objects that the program
-        gives to its run, pickled. `inherited` are files of the launcher that the process gets under
-        their numbers, if it runs on the launcher's machine.
+    def child(self, order: ChildOrder, *, inherited: Sequence[HasDescriptor] = ()) -> Child:
+        """Returns a process that is to be started there. `inherited` are files of the launcher that
+        the process gets under their numbers, if it runs on the launcher's machine.
         """
-        ...
-
-    async def free_port(self) -> int:
-        """A port at `host` on which nothing listens now."""
         ...
 
     def refuse(self) -> None:
@@ -189,14 +196,11 @@ class Wants(NamedTuple):
     """The machine's address; empty is any machine."""
 
 
-class Places(AbstractAsyncContextManager["Places", None], Protocol):
-    """Gives places to the parts of one attempt at a run. At its end all are closed, and nothing is
-    left of them.
-    """
+class Places(Protocol):
+    """Gives places to the parts of one attempt at a run."""
 
-    @property
-    def spread(self) -> bool:
-        """True if places may be on different machines."""
+    def close(self) -> None:
+        """Closes all places, of which nothing is left then."""
         ...
 
     async def watch(self) -> None:
@@ -227,23 +231,23 @@ class Places(AbstractAsyncContextManager["Places", None], Protocol):
         ...
 
 
-async def stop_all(children: Sequence[Child], *, seconds: float) -> None:
-    """Asks every child to end, and kills those that have not after `seconds`. Nothing is left
+async def stop_all(processes: Sequence[Process], *, seconds: float) -> None:
+    """Asks every process to end, and kills those that have not after `seconds`. Nothing is left
     running (I9).
     """
-    live = [child for child in children if child.running]
-    for child in live:
-        child.signal(signal.SIGTERM)
+    live = [process for process in processes if process.running]
+    for process in live:
+        process.signal(signal.SIGTERM)
     try:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                for child in live:
-                    await child.ended()
+                for process in live:
+                    await process.ended()
     finally:  # a cancellation does not wait, and leaves nothing either
-        for child in live:
-            child.signal(signal.SIGKILL)
-    for child in live:
-        await child.ended()
+        for process in live:
+            process.signal(signal.SIGKILL)
+    for process in live:
+        await process.ended()
 
 
 def error_of(name: str, said: parts.Failed) -> MidflightError:

@@ -96,9 +96,6 @@ class Capacity:
         return Wait("slots", f"{running} rollouts run; {may.words}")
 
     def evaluating(self) -> InFlight:
-        given = self._config.evaluation.max_in_flight
-        if given is not None:
-            return InFlight(given, "set")
         slots, reason = self._holds(evaluates=True)
         return InFlight(max(1, slots), reason)
 

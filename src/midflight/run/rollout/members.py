@@ -45,8 +45,8 @@ from midflight.run.parts import TEACHER
 from midflight.run.rollout.serving import Serving
 from midflight.types.facts import EngineJoined, EngineLeft, Record
 from midflight.version import __version__
-from midflight.weights.transports.files import SHARED
-from midflight.weights.transports.kinds import SENT
+from midflight.weights.transports.kinds import FILES, SENT
+from midflight.weights.transports.memory_files import SHARED
 from midflight.wire.hosts import is_loopback
 
 LEAVING = "leaving"
@@ -108,8 +108,6 @@ class JoinTerms:
     settings: Mapping[str, Leaf]
     transport: str | None
     """The transport of weights, or None if they stay as they are."""
-    weights: Path
-    """The folder of weights that come as files."""
     drain_seconds: float
     stall_seconds: float
     """An engine that has described itself must be attached within this time, or it counts as hung.
@@ -382,14 +380,14 @@ class Members:
             return await self._ask(address, None, True)
         current = self._handover.current
         transport = self._terms.transport
-        folder = self._terms.weights
+        folder = SHARED
         location = ""
         if current is not None:
             transport = current.transport
             location = current.location
-            if transport not in SENT:
+            if transport in FILES:
                 folder = Path(location).parent
-        with _nonce(folder if transport == "file" else SHARED) as nonce:
+        with _nonce(folder) as nonce:
             about = await self._ask(address, nonce, current is None)
             seen = nonce is None or about.sees == _word(nonce)
         if seen:
@@ -489,15 +487,10 @@ def _obstacle(transport: str | None, folder: Path, location: str) -> str:
     """Returns the reason why an engine that does not see the gateway's files gets no weights, or an
     empty string if it does get them.
     """
-    if transport == "shared_memory":
+    if transport in FILES:
         return (
-            'weights.transport is "shared_memory", and it runs on another machine; set it to '
-            '"collective" or "pull".'
-        )
-    if transport == "file":
-        return (
-            f"they are files in {folder}, which it does not see; share that folder, or set "
-            'weights.transport to "collective" or "pull".'
+            f"they lie in {folder}, which it does not see, as on another machine; set "
+            'weights.transport to "pull", or share that folder.'
         )
     if transport not in SENT or not location:
         return ""

@@ -25,11 +25,11 @@ from midflight.engines.introduction import About, ask_about
 from midflight.engines.remote import RemoteEngine
 from midflight.environments.agents import AgentHost, SharedClients
 from midflight.environments.claimed import Board, Claimed
-from midflight.environments.crew import HERE, Crew, Whereabouts
 from midflight.environments.registry import AgentProgram
 from midflight.environments.single_turn import LocalAnswers
 from midflight.environments.sources import Source, load_sources
 from midflight.environments.tasks import posted_tasks
+from midflight.environments.worker_pool import HERE, RolloutPlacement, WorkerPool
 from midflight.gateway.answers.owner import OwnedSessions, SessionExpiry
 from midflight.gateway.http.chats import InProcessChats
 from midflight.gateway.http.http import build_app
@@ -66,10 +66,10 @@ from midflight.run.parts import (
 )
 from midflight.run.rollout.claim_watch import ClaimWatch
 from midflight.run.rollout.members import Connections, JoinTerms, Members, settings_of, standing
-from midflight.run.rollout.served import OwnerClient, ShardRole, served_route
 from midflight.run.rollout.serving import Agents, Serving
 from midflight.run.rollout.standing import RolloutStanding
 from midflight.run.rollout.system import RolloutSystem, accounts, held_out
+from midflight.run.rollout.version_followers import OwnerClient, ShardRole, served_route
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.heldout import HELDOUT, HeldoutStore
 from midflight.trajectories.pairs import check_local, claim, go_on, remove_left, shelve, store_path
@@ -82,6 +82,10 @@ from midflight.wire.server import serve_app
 
 REPORT_SECONDS = 0.5
 """The time between two reports to the launcher."""
+TEACHER_STALLS = 5
+"""A teacher has this many times `run.stall_seconds` for the scores of a batch, a restart of it
+included.
+"""
 
 
 async def run_rollout(spec: RolloutSpec, launcher: LauncherPipe) -> None:
@@ -109,7 +113,7 @@ class Hosting:
     services: Sequence[Coroutine[Any, Any, None]] = ()
     board: Board | None = None
     """The board at which outsiders claim rollouts."""
-    whereabouts: Callable[[str], Whereabouts] = lambda _: HERE
+    placement: Callable[[str], RolloutPlacement] = lambda _: HERE
     """A function that returns the place of a session's rollout."""
 
 
@@ -228,7 +232,7 @@ class RolloutProcess:
             agents = Agents(self._config, serving, hosting.host, self._record)
             system = await self._system(agents, sources, teacher)
             self._standing.watch(
-                agents, system.queue, whereabouts=hosting.whereabouts, board=hosting.board
+                agents, system.queue, placement=hosting.placement, board=hosting.board
             )
             self._state.accounts = lambda: accounts(system.books)
             self._metrics.accounts = self._state.accounts
@@ -298,7 +302,7 @@ class RolloutProcess:
         async with self._hosting(serving) as hosting:
             agents = Agents(self._config, serving, hosting.host, self._record)
             evaluator = agents.evaluator(serving.gateway)
-            self._standing.watch(agents, whereabouts=hosting.whereabouts, board=hosting.board)
+            self._standing.watch(agents, placement=hosting.placement, board=hosting.board)
             self.begin_phase(Phase.EVALUATION, num_tasks=len(held_out(sources)))
 
             async def evaluated() -> None:
@@ -349,7 +353,7 @@ class RolloutProcess:
 
     async def _sources(self) -> Sequence[Source]:
         """Waits until the tasks are drawn, however many they are."""
-        with self._launcher.heart.doing("draws its tasks", computes=True):
+        with self._launcher.heartbeat.doing("draws its tasks", computes=True):
             return await asyncio.to_thread(
                 load_sources, self._config.environment.sources, seed=self._config.run.seed
             )
@@ -359,7 +363,7 @@ class RolloutProcess:
         or by the launcher, which ends those that hang.
         """
         for remote in self._remotes:
-            with self._launcher.heart.doing(f"attaches {remote.name}", whom=remote.name):
+            with self._launcher.heartbeat.doing(f"attaches {remote.name}", whom=remote.name):
                 await remote.connect()
         tokenizer = Tokenizer.load(Path(self._spec.model))
         wants_masks = derived.trains_truncated(
@@ -387,16 +391,19 @@ class RolloutProcess:
         }
         self._metrics.in_flight = lambda: serving.capacity.limits()
         self._metrics.engines = lambda: Counter(standing(state) for state in serving.states())
-        self._launcher.heart.ask = self._standing.now
+        self._launcher.heartbeat.ask = self._standing.now
         return serving
 
     def _scoring(self) -> Teacher | None:
         if self._teacher is None:
             return None
         temperature = self._config.environment.temperature
-        seconds = self._config.distillation.score_seconds
+        seconds = TEACHER_STALLS * self._config.run.stall_seconds
         return Teacher(
-            self._teacher, temperature=temperature, seconds=seconds, heart=self._launcher.heart
+            self._teacher,
+            temperature=temperature,
+            seconds=seconds,
+            heartbeat=self._launcher.heartbeat,
         )
 
     @asynccontextmanager
@@ -428,20 +435,20 @@ class RolloutProcess:
                     yield Hosting(host)
                 else:
                     self._claims = self._claim_watch(board)
-                    yield Hosting(host, board=board, whereabouts=board.whereabouts)
+                    yield Hosting(host, board=board, placement=board.placement)
 
     def _workers(self, serving: Serving, token: str) -> Hosting:
-        crew = Crew(
+        pool = WorkerPool(
             serving.gateway,
             stall_seconds=self._config.run.stall_seconds,
             names=self._spec.workers,
             say=lambda text: self._alarmed(facts.Alarmed("worker", text)),
         )
         watch = watch_workers(
-            crew, lambda hung: self._launcher.tell(RestartWorker(hung.name, hung.why))
+            pool, lambda hung: self._launcher.tell(RestartWorker(hung.name, hung.why))
         )
-        routes = WorkerRoutes(crew, token=token, control_token=self._spec.control_token)
-        return Hosting(crew, routes.routes(), services=(watch,), whereabouts=crew.whereabouts)
+        routes = WorkerRoutes(pool, token=token, control_token=self._spec.control_token)
+        return Hosting(pool, routes.routes(), services=(watch,), placement=pool.placement)
 
     def _claim_watch(self, board: Board) -> ClaimWatch:
         run = self._config.run
@@ -505,7 +512,6 @@ class RolloutProcess:
             Path(self._spec.model),
             settings_of(config),
             config.weights.transport if purpose in (Purpose.TRAIN, Purpose.ROLLOUTS) else None,
-            Path(config.run.folder) / "weights",
             config.gateway.drain_seconds,
             config.run.stall_seconds,
         )
@@ -551,8 +557,8 @@ class RolloutProcess:
         )
         routes = [info, dashboard_route(Path(self._config.run.folder))]
         routes += sessions.routes()
-        if serving.news is not None:
-            routes.append(served_route(serving.news, token=token))
+        if serving.version_feed is not None:
+            routes.append(served_route(serving.version_feed, token=token))
         return routes
 
     def _sampling(self, serving: Serving) -> SamplingParams:

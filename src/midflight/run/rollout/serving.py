@@ -15,10 +15,10 @@ from typing import Protocol
 from midflight.config.bounds import RolloutBound, rollout_bound
 from midflight.config.sections import Config
 from midflight.environments.agents import AgentHost
-from midflight.environments.crew import Crew
 from midflight.environments.evaluation import Evaluator, Suite
 from midflight.environments.rollout import RolloutRunner
 from midflight.environments.single_turn import LocalAnswers
+from midflight.environments.worker_pool import WorkerPool
 from midflight.errors import EngineError
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.generation import Generator
@@ -27,13 +27,14 @@ from midflight.gateway.fleet.fleet import EngineState, Fleet
 from midflight.gateway.fleet.health import HealthWatch
 from midflight.gateway.http.control import Control
 from midflight.ports import Engine, Sessions
-from midflight.run.heart import BEAT_SECONDS
+from midflight.run.heartbeat import BEAT_SECONDS
 from midflight.run.rollout.capacity import Capacity
 from midflight.run.rollout.rollouts import TokenFates
-from midflight.run.rollout.served import Follower, ServedNews, ShardRole
+from midflight.run.rollout.version_followers import ShardRole, VersionFeed, VersionFollower
 from midflight.stopwatch import LoopDelay, Stopwatch
 from midflight.text.formats import MessageFormat
 from midflight.text.tokenizer import Tokenizer
+from midflight.trajectories.heldout import KEPT_ROLLOUTS
 from midflight.types import Feature, Version
 from midflight.types.facts import Fact, Record, RolloutEnded
 from midflight.weights.handover import Handover
@@ -128,11 +129,11 @@ class Serving:
             self.fleet, self.generator, beside=(self.beside,), pause_seconds=self._stall_seconds
         )
         self.handover = self._handover(config, record)
-        self.news: ServedNews | None = None
-        self.follower: Follower | None = None
+        self.version_feed: VersionFeed | None = None
+        self.version_follower: VersionFollower | None = None
         if shares:
             self._share(config.run.stall_seconds)
-        self.rejoin = Rejoin(self.fleet, self.follower or self.handover)
+        self.rejoin = Rejoin(self.fleet, self.version_follower or self.handover)
         self.capacity = Capacity(config, self.fleet)
         self.gateway = Gateway(
             self.generator,
@@ -144,8 +145,8 @@ class Serving:
             run_seed=config.run.seed,
             strict=config.gateway.strict,
             max_sessions=config.gateway.max_sessions,
-            max_requests=config.gateway.max_requests,
-            orphan_seconds=config.gateway.orphan_seconds,
+            max_requests=config.gateway.max_sessions,
+            orphan_seconds=seconds / 4,
             anonymous=anonymous,
             count_all_choices=config.environment.count_all_choices,
             message_format=MessageFormat(
@@ -170,15 +171,17 @@ class Serving:
         others which versions the engines serve.
         """
         if self.role.ask is None:
-            self.news = ServedNews(self.fleet)
+            self.version_feed = VersionFeed(self.fleet)
         else:
-            self.follower = Follower(self.fleet, self.role.ask, answer_seconds=stall_seconds)
+            self.version_follower = VersionFollower(
+                self.fleet, self.role.ask, answer_seconds=stall_seconds
+            )
 
     async def watch(self) -> None:
         """Reads the health of all engines. If another gateway hands versions over, follows it too.
         It is ended by its task group.
         """
-        owns = self.follower is None
+        owns = self.version_follower is None
         async with asyncio.TaskGroup() as watches:
             for fleet in (self.fleet, self.apart):
                 watch = HealthWatch(
@@ -188,8 +191,8 @@ class Serving:
                     ends_pauses=owns,
                 )
                 watches.create_task(watch.run())
-            if self.follower is not None:
-                watches.create_task(self.follower.run())
+            if self.version_follower is not None:
+                watches.create_task(self.version_follower.run())
 
     async def adopt(self) -> None:
         """Learns which versions the engines serve, if the process that handed versions over died
@@ -197,7 +200,7 @@ class Serving:
         serve or are about to serve, and each engine verified it whole. The others get it, or the
         next, by a handover. Waits for the engines' answers, each as long as a health check.
         """
-        if not self.role.again or self.follower is not None:
+        if not self.role.again or self.version_follower is not None:
             return
         found: dict[str, Version] = {}
 
@@ -291,7 +294,7 @@ class Agents:
         """The time that agents in this process lost to it. For agents in workers it is 0: the
         messages of a worker come late by its delay too.
         """
-        if isinstance(self.host, Crew):
+        if isinstance(self.host, WorkerPool):
             return 0.0
         return self.serving.delay.seconds()
 
@@ -344,6 +347,6 @@ class Agents:
             rollouts=rollouts,
             slots=slots,
             record=self.record,
-            keep=self.config.evaluation.keep,
+            keep=KEPT_ROLLOUTS,
             suites=suites,
         )

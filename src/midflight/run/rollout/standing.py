@@ -10,11 +10,11 @@ from typing import NamedTuple
 from midflight.buffer.books import FOR_TASKS
 from midflight.buffer.queue import GroupQueue
 from midflight.environments.claimed import Board
-from midflight.environments.crew import HERE, Whereabouts
 from midflight.environments.rollout import GRACE_SECONDS
 from midflight.environments.rollout_time import RolloutTime
+from midflight.environments.worker_pool import HERE, RolloutPlacement
 from midflight.observe.readable import unclaimed_words
-from midflight.run.heart import ENDLESS, Absence, Doing, LoopReport
+from midflight.run.heartbeat import ENDLESS, Absence, Doing, LoopReport
 from midflight.run.rollout.serving import Agents, Serving
 
 MAX_ROLLOUTS = 3
@@ -53,7 +53,7 @@ class RolloutStanding:
         self._agents: Agents | None = None
         self._queue: GroupQueue | None = None
         self._absent: dict[str, Absence] = {}
-        self._whereabouts: Callable[[str], Whereabouts] = lambda _: HERE
+        self._placement: Callable[[str], RolloutPlacement] = lambda _: HERE
         self._board: Board | None = None
         self._grown: dict[str, tuple[tuple[int, int], float]] = {}
         """The progress of the oldest rollouts' answers, and since when it stands there, by
@@ -65,15 +65,15 @@ class RolloutStanding:
         agents: Agents,
         queue: GroupQueue | None = None,
         *,
-        whereabouts: Callable[[str], Whereabouts] = lambda _: HERE,
+        placement: Callable[[str], RolloutPlacement] = lambda _: HERE,
         board: Board | None = None,
     ) -> None:
-        """From now on there are rollouts too. `whereabouts` gives the place of a session's rollout.
+        """From now on there are rollouts too. `placement` gives the place of a session's rollout.
         Workers outside claim rollouts at `board`, if there is one.
         """
         self._agents = agents
         self._queue = queue
-        self._whereabouts = whereabouts
+        self._placement = placement
         self._board = board
 
     def now(self) -> LoopReport:
@@ -140,7 +140,7 @@ class RolloutStanding:
         for runner in self._agents.runners:
             for session, spent in runner.times.items():
                 key, since = runner.running[session]
-                part, waits = self._whereabouts(session)
+                part, waits = self._placement(session)
                 rollout = RunningRollout(since, str(key), session, part, spent)
                 if waits:
                     wait.append(rollout)

@@ -62,7 +62,8 @@ def held_out(sources: Sequence[Source]) -> list[Task]:
     return [task for source in sources for task in source.heldout]
 
 
-def buffer_limits(rollout: RolloutSection) -> Limits:
+def buffer_limits(rollout: RolloutSection, *, shards: int = 1) -> Limits:
+    """The limits of the buffer of one of so many shards."""
     return Limits(
         groups_per_step=rollout.groups_per_step,
         group_size=rollout.group_size,
@@ -70,9 +71,8 @@ def buffer_limits(rollout: RolloutSection) -> Limits:
         policy=rollout.stale_policy,
         max_in_flight=derived.most_in_flight(rollout),
         buffer_groups=derived.buffer_groups(rollout),
-        buffer_bytes=derived.buffer_bytes(rollout),
+        buffer_bytes=derived.buffer_bytes(shards),
         min_group_size=derived.min_group_size(rollout),
-        requeues=rollout.requeues,
         drop_zero_spread=rollout.drop_zero_spread,
     )
 
@@ -171,7 +171,9 @@ class RolloutSystem:
         self._gateway.on_turn = self.record
         self._ages = GroupAges(serving.gateway)
         self._lending = Lending(serving.fleet, lent_engine(config.engine))
-        self.books = Books(buffer_limits(config.rollout), start_version=version)
+        self.books = Books(
+            buffer_limits(config.rollout, shards=config.gateway.shards), start_version=version
+        )
         self.queue = GroupQueue(
             self.books,
             record=self.record,

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from midflight.models.names import named_tensors
-from midflight.run.heart import ENDLESS, Heartbeat
+from midflight.run.heartbeat import ENDLESS, Heartbeat
 from midflight.run.parts import PartLost
 from midflight.trainer.checkpoint import load_checkpoint, stage
 from midflight.trainer.model.ranks import PATIENCE, Ranks
@@ -28,7 +28,7 @@ from midflight.trainer.report import StepReport
 from midflight.trainer.trainer import PolicyTrainer
 from midflight.trajectories.packing import from_bytes, to_bytes
 from midflight.types import PackedBatch, Version, WeightManifest
-from midflight.weights.transports.shares import PullPublisher
+from midflight.weights.transports.pull_publisher import PullPublisher
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
@@ -218,7 +218,7 @@ async def follow(
     checkpoints: Path,
     *,
     keep: int,
-    heart: Heartbeat,
+    heartbeat: Heartbeat,
     publisher: Callable[..., PullPublisher] = PullPublisher,
 ) -> None:
     """Runs any rank except the first: makes its trainer, and follows the first rank's deeds until
@@ -231,7 +231,7 @@ async def follow(
     loop = asyncio.get_running_loop()
     try:
         # the first may make a warm start
-        with heart.doing(
+        with heartbeat.doing(
             "waits for the first rank, and loads its model", limit=ENDLESS, heavy=True
         ):
             trainer = await loop.run_in_executor(thread, make)
@@ -243,7 +243,7 @@ async def follow(
                     return
                 # Without a limit, and not as one that computes: it may wait for the first rank,
                 # which is judged for both.
-                with heart.doing(f"does what the first rank does: {type(deed).__name__}"):
+                with heartbeat.doing(f"does what the first rank does: {type(deed).__name__}"):
                     write = await loop.run_in_executor(
                         thread, _done, deed, trainer, checkpoints, keep, wire
                     )

@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from midflight.allowance import LOOKS
-from midflight.config.derived import lora_alpha, num_engines, served_dtype
+from midflight.config.derived import lora_alpha, model_sizes, num_engines, served_dtype
+from midflight.config.disk import staged_bytes
 from midflight.config.sections import Config, ModelSection
 from midflight.errors import ConfigError
 from midflight.models.creation import make_model
@@ -28,7 +29,7 @@ from midflight.models.names import assign, in_dtype, torch_dtype
 from midflight.observe.activity import WorkBelow
 from midflight.run.api.rollout_client import RolloutClient
 from midflight.run.api.service import WentOn
-from midflight.run.heart import START_SECONDS
+from midflight.run.heartbeat import START_SECONDS
 from midflight.run.parts import Alarm, LauncherPipe, ModelReady, TrainerSpec
 from midflight.run.trainer.shards import ShardedRollouts
 from midflight.run.trainer.team import Team, follow
@@ -44,13 +45,18 @@ from midflight.trainer.own_loss import objective_of
 from midflight.trainer.trainer import PolicyTrainer, trainer_of
 from midflight.trajectories.pairs import copy_name, drafted
 from midflight.types import Version, WeightManifest
-from midflight.weights.transports.files import remove_stale
-from midflight.weights.transports.publish import Publisher
+from midflight.weights.transports.memory_files import SHARED, remove_stale
+from midflight.weights.transports.publisher import Publisher
+from midflight.weights.transports.pull_publisher import PullPublisher
 from midflight.weights.transports.select import publisher as make_publisher
-from midflight.weights.transports.shares import PullPublisher
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+
+FULL_EVERY = 16
+"""Versions from one that is sent whole to the next one with `weights.delta`. With more, an engine
+that rejoins reads more.
+"""
 
 
 class PublishedVersions:
@@ -121,20 +127,22 @@ async def run_trainer(spec: TrainerSpec, launcher: LauncherPipe) -> None:
             partial(_follower, config, spec),
             Path(config.run.folder) / "checkpoints",
             keep=config.trainer.keep_checkpoints,
-            heart=launcher.heart,
+            heartbeat=launcher.heartbeat,
             publisher=_sharing(config, spec.host),
         )
         return
     if config.trainer.compile:  # in processes below this one, for which the first steps wait
-        launcher.heart.work = WorkBelow(seconds=config.run.stall_seconds / LOOKS)
+        launcher.heartbeat.work = WorkBelow(seconds=config.run.stall_seconds / LOOKS)
     run = Path(config.run.folder)
     published = PublishedVersions(run / "published")
-    with launcher.heart.doing("begins", limit=START_SECONDS, heavy=True):
+    with launcher.heartbeat.doing("begins", limit=START_SECONDS, heavy=True):
         found: list[str] = []
         team, resumed, over = await _ready(config, spec, launcher, published, found.append)
     launcher.tell(ModelReady(str(run / "start"), team.version, resumed, tuple(found)))
     await _train(config, team, spec, published, launcher, over=over)
-    with launcher.heart.doing("exports its model", limit=START_SECONDS, heavy=True, computes=True):
+    with launcher.heartbeat.doing(
+        "exports its model", limit=START_SECONDS, heavy=True, computes=True
+    ):
         await asyncio.to_thread(_export, config, team, run / "model", merged=True)
         await asyncio.to_thread(team.end)
 
@@ -188,7 +196,7 @@ def _loading(launcher: LauncherPipe) -> AbstractContextManager[None]:
     """Tells the launcher of the block. A large model takes minutes of disk, and may take them while
     it is read, computed or written.
     """
-    return launcher.heart.doing(
+    return launcher.heartbeat.doing(
         "makes or loads its model", limit=START_SECONDS, heavy=True, computes=True
     )
 
@@ -222,9 +230,9 @@ async def _first(
         layout = await asyncio.to_thread(_layout, config, model, alarm)
     adapters = _adapters(config, model)
     if config.warm_start.is_made:
-        with launcher.heart.doing("draws its tasks", computes=True):
+        with launcher.heartbeat.doing("draws its tasks", computes=True):
             lessons = await asyncio.to_thread(warm_start_data, config, Tokenizer.load(source))
-        with launcher.heart.doing("makes the warm start", computes=True):
+        with launcher.heartbeat.doing("makes the warm start", computes=True):
             await warm_start(model, lessons, config, launcher.tell, layout=layout)
     if adapters is not None:
         add_adapters(model, adapters, seed=config.run.seed)
@@ -426,9 +434,9 @@ async def _train(
     over: bool,
 ) -> None:
     section = config.weights
+    folder = Path(config.run.folder) / "weights"
     # engines that were reading the weights of a trainer before have had the time of a start
-    if spec.life:
-        remove_stale(spec.segment)
+    remove_stale(spec.segment, [SHARED, folder])
     if over:
         async with _service(spec) as service:
             await service.finish(team.version)
@@ -444,10 +452,12 @@ async def _train(
             weights = make_publisher(
                 section.transport,
                 name=spec.segment,
-                folder=Path(config.run.folder) / "weights",
+                folder=folder,
                 host=sending_host(config.gateway.host, spec.host),
-                full_every=section.full_every if section.delta else 1,
+                full_every=FULL_EVERY if section.delta else 1,
                 stage_seconds=section.stage_seconds,
+                # after a restart the folders of servers are there already
+                spare=0 if spec.life else staged_bytes(config, model_sizes(config.model)),
             )
             publisher = closing.enter_context(weights)
             publish = put_together(team.weights, publisher, dtype=served_dtype(config))
@@ -465,7 +475,7 @@ async def _train(
                 save_every=config.trainer.checkpoint_every,
                 publish_every=section.every,
                 stop_at_reward=config.run.stop_at_reward,
-                heart=launcher.heart,
+                heartbeat=launcher.heartbeat,
                 handover_seconds=handover_seconds,
             )
             if team.num_steps == 0:

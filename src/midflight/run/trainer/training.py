@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from midflight.run.api.service import RolloutService
-from midflight.run.heart import Heartbeat
+from midflight.run.heartbeat import Heartbeat
 from midflight.types import PackedBatch, Version, WeightManifest
 from midflight.types.facts import Stepped
 
@@ -109,13 +109,13 @@ class TrainingLoop:
         save_every: int,
         publish_every: int = 1,
         stop_at_reward: float | None = None,
-        heart: Heartbeat | None = None,
+        heartbeat: Heartbeat | None = None,
         handover_seconds: float = 0.0,
     ) -> None:
-        """`heart` gets work and waits, and a handover with the `handover_seconds` that it may
+        """`heartbeat` gets work and waits, and a handover with the `handover_seconds` that it may
         take.
         """
-        self._doing = (heart or Heartbeat()).doing
+        self._doing = (heartbeat or Heartbeat()).doing
         self._handover_seconds = handover_seconds
         self._trainer = trainer
         self._outlet = outlet

@@ -190,7 +190,6 @@ class Accuracy:
             max_running=max(1, len(lessons.heldout)),
             max_batch_tokens=config.engine.max_batch_tokens,
             max_context=config.model.max_context,
-            pause_lease_seconds=config.engine.pause_lease_seconds,
             prefixes=PrefixRoom(0),  # its weights change under it
         )
 

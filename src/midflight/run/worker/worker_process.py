@@ -33,12 +33,12 @@ import aiohttp
 from midflight.config.sections import EnvironmentSection
 from midflight.environments.agents import AgentHost, SharedClients
 from midflight.environments.conversation import BuiltInLoop
-from midflight.environments.crew import BEAT_SECONDS
 from midflight.environments.registry import AgentProgram
 from midflight.environments.scoring import Unjudged, checked_result, result_of
+from midflight.environments.worker_pool import BEAT_SECONDS
 from midflight.errors import Cost, MidflightError
 from midflight.run.api import worker_wire as wire
-from midflight.run.heart import Doing, LoopReport
+from midflight.run.heartbeat import Doing, LoopReport
 from midflight.run.parts import LauncherPipe, PartLost, Ready, WorkerSpec
 from midflight.run.worker.limits import StartedProcesses, limit_memory
 from midflight.types import Task
@@ -98,8 +98,8 @@ async def run_worker(spec: WorkerSpec, launcher: LauncherPipe) -> None:
             limit_memory(section.worker_mb)
         watch = LoopWatch(spec, loop)
         worker = Worker(spec.name, host, http_client, watch, cancels=program.cancels, count=count)
-        launcher.heart.ask = worker.situation
-        launcher.heart.beside = watch.held
+        launcher.heartbeat.ask = worker.situation
+        launcher.heartbeat.beside = watch.held
         await worker.run(launcher)
 
 

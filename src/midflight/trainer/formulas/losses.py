@@ -295,20 +295,17 @@ def dppo_tv(
     advantage: Float[Tensor, " T"],
     delta: float,
     cap: float,
-    delta_low: float | None = None,
 ) -> Float[Tensor, " T"]:
     """Trust region on the probabilities, not on their ratio: rare tokens may move, likely ones may
     not run off.
 
         L_t = -sg(min(R_t, cap) M_t) A_t log pi_theta
-        M_t = [p_theta - p_b <= delta] where A_t > 0, else [p_theta - p_b >= -delta_low]
+        M_t = [p_theta - p_b <= delta] where A_t > 0, else [p_theta - p_b >= -delta]
 
-    DPPO with the binary total variation (2602.04879); usual delta 0.2 and cap 20, `delta_low` as
-    `delta` where it is left out. The gradient is that of M R A.
+    DPPO with the binary total variation (2602.04879); usual delta 0.2 and cap 20. The gradient is
+    that of M R A.
     """
-    below, above = dppo_clipped(
-        policy, behaviour, advantage=advantage, delta=delta, delta_low=delta_low
-    )
+    below, above = dppo_clipped(policy, behaviour, advantage=advantage, delta=delta)
     return _weighted_within(policy, behaviour, advantage=advantage, kept=~(below | above), cap=cap)
 
 
@@ -318,12 +315,11 @@ def dppo_clipped(
     *,
     advantage: Float[Tensor, " T"],
     delta: float,
-    delta_low: float | None = None,
 ) -> Clipped:
     """Where `dppo_tv` leaves a token out: its probability has moved too far already, and A would
     move it on.
     """
-    below, above = ipo_clipped(policy, behaviour, delta=delta, delta_low=delta_low)
+    below, above = ipo_clipped(policy, behaviour, delta=delta)
     return below & (advantage <= 0), above & (advantage > 0)
 
 
@@ -334,30 +330,25 @@ def ipo(
     advantage: Float[Tensor, " T"],
     delta: float,
     cap: float,
-    delta_low: float | None = None,
 ) -> Float[Tensor, " T"]:
     """`dppo_tv` with a mask on both sides, whichever way the advantage points: a token that went
     too far has no gradient back either.
 
-        L_t = -sg(min(R_t, cap) [-delta_low <= p_theta - p_b <= delta]) A_t log pi_theta
+        L_t = -sg(min(R_t, cap) [|p_theta - p_b| <= delta]) A_t log pi_theta
 
     IPO of Prime Intellect's prime-rl, which has no paper: threshold 0.1, the ratio not capped, and
     beside it 0.001 log^2 R (`squared_log_ratio`).
     """
-    below, above = ipo_clipped(policy, behaviour, delta=delta, delta_low=delta_low)
+    below, above = ipo_clipped(policy, behaviour, delta=delta)
     return _weighted_within(policy, behaviour, advantage=advantage, kept=~(below | above), cap=cap)
 
 
 def ipo_clipped(
-    policy: Float[Tensor, " T"],
-    behaviour: Float[Tensor, " T"],
-    *,
-    delta: float,
-    delta_low: float | None = None,
+    policy: Float[Tensor, " T"], behaviour: Float[Tensor, " T"], *, delta: float
 ) -> Clipped:
     """Where a token's probability has moved beyond the bounds."""
     gap = policy.detach().exp() - behaviour.exp()
-    return gap < -(delta if delta_low is None else delta_low), gap > delta
+    return gap < -delta, gap > delta
 
 
 def _weighted_within(

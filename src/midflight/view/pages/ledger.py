@@ -4,13 +4,11 @@ the sums agree.
 
 import asyncio
 import time
-from collections.abc import Sequence
 
 from nicegui import ui
 
-from midflight.archive.ledger import MEANINGS, Ledger, ledger_of
+from midflight.archive.ledger import Ledger, ledger_of, place_name
 from midflight.errors import MidflightError
-from midflight.types import Accounts, Fate, Reason
 from midflight.view.charting import COLORS, GREY
 from midflight.view.visit import PageRequest
 from midflight.view.widgets import Cell, charts, facts, figure, section, table
@@ -62,11 +60,9 @@ def _show(visit: PageRequest, ledger: Ledger) -> None:
             ("in flight", f"{ledger.in_flight:,}"),
         ]
     )
-    if ledger.balanced:
-        balance = "Balanced: each token is in one place."
-    else:
-        balance = f"It does not add up: {'; '.join(ledger.mistakes)}."
-    ui.label(balance).classes("note" if ledger.balanced else "trouble").props("data-test=balance")
+    ui.label(f"The ledger: {ledger.balance}.").classes(
+        "trouble" if ledger.mistakes else "note"
+    ).props("data-test=balance")
     if accounts.received_tokens:
         with charts():
             note = "From each source to what became of its tokens; the table has the numbers."
@@ -77,24 +73,17 @@ def _show(visit: PageRequest, ledger: Ledger) -> None:
         "go on.",
     )
     sources = [line.source for line in ledger.sources]
-    table(["place", *sources, "all", "what they are"], _rows(ledger), name="tokens")
+    rows = list(ledger.token_rows())
+    table(["place", *sources, "all", "what they are"], rows, name="tokens")
     section("Groups")
-    table(("fate", "groups"), _groups(visit, accounts), name="groups by fate")
+    table(("fate", "groups"), _groups(visit, ledger), name="groups by fate")
 
 
-def _groups(visit: PageRequest, accounts: Accounts) -> list[list[Cell]]:
-    groups = {
-        "trained": accounts.trained,
-        "waiting": accounts.waiting,
-        "leased": accounts.leased,
-        "running": accounts.running,
-    }
-    groups.update(accounts.dropped)
+def _groups(visit: PageRequest, ledger: Ledger) -> list[list[Cell]]:
     rows: list[list[Cell]] = []
-    for fate, count in groups.items():
-        name = f"dropped: {fate}" if fate in accounts.dropped else fate
+    for name, count in ledger.groups().items():
+        fate = None if name == "submitted" else name.removeprefix("dropped: ")
         rows.append([(name, visit.link("groups", fate=fate)), f"{count:,}"])
-    rows.append(["submitted", f"{accounts.submitted:,}"])
     return rows
 
 
@@ -102,49 +91,17 @@ def _share(part: int, whole: int) -> str:
     return f"{part:,} ({part / whole:.1%})" if whole else f"{part:,}"
 
 
-def _places(ledger: Ledger) -> list[tuple[Fate, Reason | None]]:
-    order = list(Fate)
-    found = set[tuple[Fate, Reason | None]]()
-    for line in ledger.sources:
-        found.update(line.tokens)
-    return sorted(found, key=lambda place: (order.index(place[0]), place[1] or ""))
-
-
-def _name(place: tuple[Fate, Reason | None]) -> str:
-    fate, reason = place
-    return fate.value if reason is None else f"{fate}: {reason}"
-
-
-def _rows(ledger: Ledger) -> list[list[str]]:
-    rows: list[list[str]] = []
-    for place in _places(ledger):
-        _, reason = place
-        counts = [line.tokens.get(place, 0) for line in ledger.sources]
-        rows.append(_row(_name(place), counts, MEANINGS[reason] if reason else ""))
-    received = [line.received for line in ledger.sources]
-    rows.append(_row("received", received, "all of these together"))
-    return rows
-
-
-def _row(name: str, counts: Sequence[int], meaning: str) -> list[str]:
-    """The counts of each source and their sum, between a name and a meaning."""
-    row = [name]
-    row += [f"{count:,}" for count in counts]
-    row += [f"{sum(counts):,}", meaning]
-    return row
-
-
 def _flow(ledger: Ledger) -> dict[str, object]:
     """A Sankey diagram: sources to the left, places to the right."""
     # The blank tells a source from a place with the same name.
     names = [f"{line.source} " for line in ledger.sources]
-    names += [_name(place) for place in _places(ledger)]
+    names += [place_name(place) for place in ledger.places]
     links: list[dict[str, object]] = []
     for line in ledger.sources:
         for place, count in line.tokens.items():
             if count:
                 source = f"{line.source} "
-                links.append({"source": source, "target": _name(place), "value": count})
+                links.append({"source": source, "target": place_name(place), "value": count})
     data = [
         {"name": name, "itemStyle": {"color": COLORS[at % len(COLORS)]}}
         for at, name in enumerate(names)

@@ -2,9 +2,8 @@
 
 from nicegui import ui
 
-from midflight.archive.runs import ArchivedRun
+from midflight.archive.runs import COLUMNS, ArchivedRun
 from midflight.errors import MidflightError
-from midflight.observe.readable import duration, number
 from midflight.view import widgets
 
 REFRESH_SECONDS = 5.0
@@ -30,23 +29,8 @@ def _rows(runs: tuple[ArchivedRun, ...]) -> None:
         except MidflightError:
             rows.append([run.slug, "deleted"])
             continue
-        steps = str(of.step) if of.steps is None else f"{of.step}/{of.steps}"
-        row: list[widgets.Cell] = [
-            (run.slug, address),
-            of.condition.value,
-            steps,
-            number(of.reward),
-            number(of.heldout),
-            duration(of.seconds),
-            of.started,
-            str(run.folder),
-        ]
-        rows.append(row)
-    widgets.table(
-        ("run", "state", "steps", "reward", "held out", "time", "started", "folder"),
-        rows,
-        name="runs",
-    )
+        rows.append([(run.slug, address), *of.cells(), str(run.folder)])
+    widgets.table((*COLUMNS, "folder"), rows, name="runs")
     if len(runs) > 1:
         names = ",".join(run.slug for run in runs[1:])
         overlay = ui.link("All of them in one picture", f"/run/{runs[0].slug}/run?with={names}")

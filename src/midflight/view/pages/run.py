@@ -8,18 +8,23 @@ from collections.abc import Callable, Sequence
 
 from nicegui import ui
 
-from midflight.archive.phases import room_of
-from midflight.archive.runs import ArchivedRun, RunCondition, differences, flat
+from midflight.archive.runs import (
+    COLUMNS,
+    ArchivedRun,
+    RunCondition,
+    RunDescription,
+    differences,
+    flat,
+)
 from midflight.archive.stored import copy_in_words
-from midflight.archive.times import Times, busy_shares, failures, split
+from midflight.archive.times import Times, failures, split
 from midflight.errors import RunGone
-from midflight.observe.bottleneck import find_bottleneck
 from midflight.observe.history import JournalHistory
 from midflight.observe.lines import StepLine
-from midflight.observe.readable import UNKNOWN, duration, number, percent
+from midflight.observe.readable import UNKNOWN, duration
 from midflight.trajectories.heldout import HELDOUT
 from midflight.view import widgets
-from midflight.view.panels import RECENT_STEPS, Panel, bars, of_run, of_runs
+from midflight.view.panels import Panel, bars, of_run, of_runs
 from midflight.view.visit import PageRequest
 
 REFRESH_SECONDS = 3.0
@@ -33,9 +38,8 @@ costs more, the page refreshes less often.
 RECENT_ROLLOUTS = 512
 """The times of rollouts are means over this many."""
 LATELY_BYTES = 2**20
-"""The number of bytes of the timeline that are read at first, some thousand rollouts. Shares of
-time, failures by environment and the times of rollouts come from them and from the lines appended
-later.
+"""The number of bytes of the timeline that are read at first, some thousand rollouts. Failures by
+environment and the times of rollouts come from them and from the lines appended later.
 """
 MAX_ALARMS = 20
 
@@ -56,20 +60,24 @@ def _alone(visit: PageRequest) -> None:
     if copy is not None:
         ui.label(copy)
     head = ui.element("div").style("width: 100%")
+    described = visit.run.describe()
 
     def show_head() -> None:
         head.clear()
         with head:
-            _head(visit, times)
+            _head(visit, described)
             _findings(visit, times)
 
     def panels() -> list[Panel]:
         return of_run(visit.run.readings.past) + _timed(times)
 
     def refresh() -> bool:
+        nonlocal described
         has_lines = visit.run.readings.refresh()
         times.refresh()
-        return has_lines
+        before = described
+        described = visit.run.describe()
+        return has_lines or described != before
 
     show_head()
     widgets.section("Numbers")
@@ -132,70 +140,21 @@ def _live(
 # --- How it goes ----------------------------------------------------------------------------------
 
 
-def _head(visit: PageRequest, times: Times) -> None:
-    of = visit.run.describe()
-    past = visit.run.readings.past
-    last = past.steps[-1] if past.steps else None
-    room = room_of(visit.run.folder)
-    shares = busy_shares(times, slots=room.slots)
-    waiting = f"{of.step}" if of.steps is None else f"{of.step} of {of.steps}"
-    facts = [
-        ("state", of.condition.value),
-        ("step", waiting),
-        ("version", str(last.version if last else 0)),
-        ("reward", number(of.reward)),
-    ]
-    facts += [(f"held out {name}", text) for name, text in _heldout(past).items()]
-    eta = _eta(past, of.steps) if of.condition is RunCondition.RUNNING else UNKNOWN
-    facts += [("time", duration(of.seconds)), ("ETA", eta)]
-    if last is not None:
-        facts += [
-            ("tokens trained", f"{last.totals.trained_tokens:,}"),
-            ("tokens generated", f"{last.totals.generated_tokens:,}"),
-        ]
-    busy = ", ".join(map(percent, (shares.engines, shares.trainer, shares.both)))
-    facts.append(("engine, trainer, both busy", busy))
-    facts.append(("engines' slots in use", percent(shares.slots)))
-    widgets.facts(facts)
+def _head(visit: PageRequest, of: RunDescription) -> None:
+    rows = list(of.rows())
+    steps = visit.run.readings.past.steps
+    if steps and of.condition is RunCondition.RUNNING:
+        rows.append(("ETA", duration(steps[-1].eta_seconds)))
+    widgets.facts(rows)
     if (visit.run.folder / HELDOUT).is_file():
         evaluated = visit.link("groups", kind="evaluation")
         link = ui.link("what the model said to held-out tasks", evaluated)
         link.props('data-test="held out groups"')
-    bound, advice = find_bottleneck(
-        engine_busy=shares.engines,
-        trainer_busy=shares.trainer,
-        slots_used=shares.slots,
-        cores=room.cores,
-    )
-    if advice:
-        label = ui.label(f"This run is {bound.value}: {advice}.").classes("note")
-        label.props('data-test="advice"')
     if visit.run.readings.num_unread:
         ui.label(
             f"{visit.run.readings.num_unread} lines of the journal are of a later version of "
             "Midflight and are not shown."
         ).classes("note")
-
-
-def _heldout(past: JournalHistory) -> dict[str, str]:
-    """The first and the last score of each source."""
-    scores: dict[str, list[float | None]] = {}
-    for line in past.evaluations:
-        scores.setdefault(line.source, []).append(line.mean_reward)
-    texts: dict[str, str] = {}
-    for source, found in scores.items():
-        texts[source] = number(found[0])
-        if len(found) > 1:
-            texts[source] += f" → {number(found[-1])}"
-    return texts
-
-
-def _eta(past: JournalHistory, steps: int | None) -> str:
-    recent = past.steps[-RECENT_STEPS:]
-    if steps is None or len(recent) < 2:
-        return UNKNOWN
-    step_seconds = (recent[-1].seconds - recent[0].seconds) / (len(recent) - 1)
-    return duration(max(0, steps - recent[-1].step) * step_seconds)
 
 
 def _findings(visit: PageRequest, times: Times) -> None:
@@ -221,7 +180,7 @@ def _failures(visit: PageRequest, times: Times, past: JournalHistory) -> None:
     if not by_source:
         for step in past.steps:
             for name, count in (step.failures or {}).items():
-                by_source["", name] = count
+                by_source["", name] += count
     tries = Counter(rollout.source for rollout in times.rollouts)
     rows: list[list[widgets.Cell]] = []
     for (source, name), count in by_source.most_common(12):
@@ -291,19 +250,8 @@ def _overlaid(visit: PageRequest, runs: Sequence[ArchivedRun]) -> None:
     rows: list[list[widgets.Cell]] = []
     for run in runs:
         of = run.describe()
-        scores = [f"{name} {text}" for name, text in _heldout(run.readings.past).items()]
-        row: list[widgets.Cell] = [
-            (run.slug, visit.link("run", of=run)),
-            of.condition.value,
-            str(of.step),
-            number(of.reward),
-            ", ".join(scores) or UNKNOWN,
-            duration(of.seconds),
-        ]
-        rows.append(row)
-    widgets.table(
-        ("run", "state", "step", "reward", "held out", "time"), rows, name="overlaid runs"
-    )
+        rows.append([(run.slug, visit.link("run", of=run)), *of.cells()])
+    widgets.table(COLUMNS, rows, name="overlaid runs")
     widgets.section(
         "Numbers",
         "Each line is a moving mean; runs that differ by their seed alone are one line, their "

@@ -9,7 +9,14 @@ from typing import Any, TypeAlias
 
 from nicegui import events, ui
 
-from midflight.archive.times import TimelinePart, Times, before_newest, engine_spans, part_from
+from midflight.archive.times import (
+    TimelinePart,
+    Times,
+    before_newest,
+    engine_spans,
+    handover_seconds,
+    part_from,
+)
 from midflight.errors import MidflightError, RunGone
 from midflight.observe.readable import duration, percent
 from midflight.view import widgets
@@ -55,7 +62,7 @@ def draw(visit: PageRequest) -> None:
     def show() -> None:
         below.clear()
         with below:
-            _waits(times)
+            _waits(visit, times)
             _steps(visit, times)
 
     def look() -> None:
@@ -123,10 +130,7 @@ def tracks(times: Times, steps: Mapping[int, int]) -> dict[str, Bars]:
     found: defaultdict[str, Bars] = defaultdict(list)
     rollouts = times.rollouts + times.evaluated
     for engine, spans in engine_spans(rollouts, gap=GAP_SECONDS).items():
-        found[engine] = [
-            (began, ended, "answers", None)
-            for began, ended in zip(spans.starts, spans.ends, strict=True)
-        ]
+        found[engine] = [(began, ended, "answers", None) for began, ended in spans]
     for step in times.steps:
         number = steps.get(step.version)
         if number is None:
@@ -228,19 +232,21 @@ def _follow(visit: PageRequest, event: events.GenericEventArguments) -> None:
             ui.navigate.to(visit.link("groups", step=step))
 
 
-def _waits(times: Times) -> None:
+def _waits(visit: PageRequest, times: Times) -> None:
+    """Shows the waits of the training phase. Only the longest one is of what is drawn."""
     widgets.section("Who waited for whom")
-    waited: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    longest: defaultdict[tuple[str, str], float] = defaultdict(float)
     for wait in times.waits:
-        waited[wait.who, wait.for_whom].append(wait.ended - wait.began)
-    whole = times.steps[-1].ended - times.steps[0].began if times.steps else 0.0
+        of = wait.who, wait.for_whom
+        longest[of] = max(longest[of], wait.ended - wait.began)
     rows: list[list[widgets.Cell]] = []
-    for (who, whom), each in sorted(waited.items(), key=lambda item: -sum(item[1])):
-        total = sum(each)
-        share = total / whole if whole > 0 else None
-        rows.append([who, whom, duration(total), percent(share), f"{max(each):.3f} s"])
+    for idle in visit.run.describe().summary.idle_times:
+        most = f"{longest[idle.who, idle.for_whom]:.3f} s"
+        rows.append([idle.who, idle.for_whom, duration(idle.seconds), percent(idle.share), most])
     widgets.table(
-        ("who", "for whom", "in all", "of the time of the steps", "longest"), rows, name="waits"
+        ("who", "for whom", "in all", "of the training phase", "longest of those drawn"),
+        rows,
+        name="waits",
     )
 
 
@@ -248,7 +254,7 @@ def _steps(visit: PageRequest, times: Times) -> None:
     """Shows the last steps as a table, which has the numbers that the chart shows on hover."""
     widgets.section("Last steps")
     steps = {line.version: line.step for line in visit.run.readings.past.steps}
-    pause = {commit.version: commit for commit in times.commits}
+    handovers = handover_seconds(times.commits)
     rows: list[list[widgets.Cell]] = []
     for before, step in pairwise([None, *times.steps][-31:]):
         number = None if step is None else steps.get(step.version)
@@ -257,10 +263,10 @@ def _steps(visit: PageRequest, times: Times) -> None:
         idle = ""
         if before is not None:
             idle = f"{max(0.0, step.began - before.ended):.3f} s"
-        commit = pause.get(step.version)
         handed = ""
-        if commit is not None:
-            handed = f"{commit.stage_seconds:.3f} s and {commit.pause_seconds:.3f} s"
+        if step.version in handovers:
+            stage, pause = handovers[step.version]
+            handed = f"{stage:.3f} s and {pause:.3f} s"
         row: list[widgets.Cell] = [
             (f"step {number}", visit.link("groups", step=number)),
             f"{step.began:.3f} s",

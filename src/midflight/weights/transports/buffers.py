@@ -2,8 +2,8 @@
 
 import mmap
 
-from midflight.errors import SlotBusy
 from midflight.types import Version
+from midflight.weights.transports.publisher import check_slot
 
 
 class StandingBuffers:
@@ -20,16 +20,7 @@ class StandingBuffers:
         """A buffer for the version: that of a released version, if it is as large. Other released
         buffers are freed. Raises `SlotBusy` until a release.
         """
-        if version in self._held:
-            raise SlotBusy(
-                f"publishing version {version}: it is published already; numbers are never reused."
-            )
-        if len(self._held) >= self._num_slots:
-            held = ", ".join(map(str, self._held))
-            raise SlotBusy(
-                f"publishing version {version}: versions {held} hold all slots; wait until a "
-                "handover ends and releases one."
-            )
+        check_slot(version, self._held, num_slots=self._num_slots)
         size = max(1, num_bytes)
         self._free = [buffer for buffer in self._free if len(buffer) == size]
         if self._free:

@@ -2,17 +2,15 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Self
 
 import torch
 from torch import Tensor
 
-from midflight.errors import ConfigError, SlotBusy
 from midflight.models.sizes import element_bytes, fingerprint
 from midflight.types import Delta, TensorSpec, Version, WeightManifest
-from midflight.weights.frames import encode
-from midflight.weights.manifest import MAX_DELTAS, MAX_HELD, extent, repacked, set_aside, views
-from midflight.weights.transports.publish import Publisher, named_shapes
+from midflight.weights.difference_codec import encode
+from midflight.weights.manifest import MAX_HELD, extent, repacked, set_aside, views
+from midflight.weights.transports.publisher import Publisher, check_slot, named_shapes
 
 WORTH = 0.8
 """A difference that is larger than this share of the whole is not worth two more passes over the
@@ -20,7 +18,7 @@ weights on each side.
 """
 
 
-class DeltaPublisher:
+class DeltaPublisher(Publisher):
     """Wraps a publisher that keeps each version until its release.
 
     A version is whole when it is the first or the `full_every`th since the last whole one, when
@@ -39,12 +37,7 @@ class DeltaPublisher:
     """
 
     def __init__(self, inner: Publisher, *, full_every: int, threads: int = 1) -> None:
-        """`full_every` counts versions."""
-        if not 2 <= full_every <= MAX_DELTAS + 1:
-            raise ConfigError(
-                f"publishing differences: full_every is {full_every}; it must be from 2 to "
-                f"{MAX_DELTAS + 1}."
-            )
+        """`full_every` counts versions: from 2 to `MAX_DELTAS` + 1."""
         self._inner = inner
         self._full_every = full_every
         self._threads = threads
@@ -64,7 +57,7 @@ class DeltaPublisher:
         """Blocks for the comparison, the compression of the changes and one hash of the whole.
         Raises `SlotBusy` until a release.
         """
-        self._check(version)
+        check_slot(version, self._held, num_slots=MAX_HELD)
         self._release_unneeded()
         base = self._newest
         self._newest = None
@@ -89,24 +82,6 @@ class DeltaPublisher:
         self._held = {}
         self._inside = set()
         self._newest = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def _check(self, version: Version) -> None:
-        if version in self._inside:
-            raise SlotBusy(
-                f"publishing version {version}: it is published already; numbers are never reused."
-            )
-        if len(self._held) >= MAX_HELD:
-            held = ", ".join(map(str, self._held))
-            raise SlotBusy(
-                f"publishing version {version}: versions {held} are not released; wait until a "
-                "handover ends and releases one."
-            )
 
     def _is_due(self, base: WeightManifest, tensors: Mapping[str, Tensor]) -> bool:
         """True if a difference should be tried. It is not tried if one as large as the last would

@@ -3,7 +3,7 @@ first fetches into it, and the others map the verified file.
 
 A lock, and not a process id, shows which process uses the file, because a lock ends with its
 process. So if a fetch was killed, the next process goes on with the part that is there. The last
-user of a file removes it, or `files.remove_stale` does.
+user of a file removes it, or `memory_files.remove_stale` does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from midflight.errors import WeightsCorrupt
 from midflight.weights.manifest import aligned
-from midflight.weights.transports.files import SUFFIX
+from midflight.weights.transports.memory_files import SUFFIX
 
 PREFIX = "midflight-pull"
 LOOK_SECONDS = 0.02

@@ -201,7 +201,7 @@ second failure goes to the handover.
 """
 
 
-class CollectiveReceiver:
+class BroadcastReceiver:
     """Implements `ports.WeightReceiver`. It keeps its group for the next version, because making
     one takes time.
 

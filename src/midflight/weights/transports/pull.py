@@ -18,7 +18,6 @@ import http.client
 import logging
 import secrets
 import socket
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -32,9 +31,14 @@ import msgspec
 from midflight.errors import EngineUnavailable, WeightsCorrupt
 from midflight.types import WeightManifest
 from midflight.weights.manifest import extent, repacked, views
-from midflight.weights.transports.files import SHARED, remove_stale
+from midflight.weights.transports.bucket_server import (
+    FROM,
+    BucketInventory,
+    BucketServer,
+    SharedVersion,
+)
 from midflight.weights.transports.machine_copy import PREFIX, MachineCopy
-from midflight.weights.transports.sharing import FROM, BucketInventory, BucketServer, SharedVersion
+from midflight.weights.transports.memory_files import remove_stale, shared_places
 from midflight.weights.transports.swarm import (
     Transfer,
     Tree,
@@ -102,17 +106,14 @@ class PullReceiver:
         """
         self._answer_seconds = answer_seconds
         self._patience = patience
-        if places is None:
-            places = [SHARED, Path(tempfile.gettempdir())]
-        self._places = list(places)
+        self._places = shared_places() if places is None else list(places)
         self._server: BucketServer | None = None
         self._kept: dict[str, MachineCopy] = {}
         self.blamed = Counter[str]()
         """The number of times that a source, named as host:port, sent wrong bytes."""
         self.num_bytes = 0
         """The number of bytes that came over the network."""
-        for folder in self._places:
-            remove_stale(PREFIX, folder=folder)
+        remove_stale(PREFIX, self._places)
 
     def fetch(self, manifest: WeightManifest) -> Mapping[str, memoryview]:
         """Bytes of each tensor by name. Raises `WeightsCorrupt` or `EngineUnavailable` if no source

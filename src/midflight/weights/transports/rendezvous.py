@@ -1,4 +1,4 @@
-"""The meeting of receivers and the publisher of a collective transport, before the bytes move.
+"""The meeting of receivers and the publisher of a broadcast, before the bytes move.
 
 This part never waits. A receiver asks for a version, and the publisher answers with the group to
 meet in, by one line of JSON each way, over TCP. `Gathering` decides when there are enough receivers

@@ -12,12 +12,12 @@ from midflight.errors import ConfigError, nearest
 from midflight.ports import WeightReceiver
 from midflight.types import WeightManifest
 from midflight.weights.manifest import MAX_HELD
+from midflight.weights.transports.delta_receiver import DeltaReceiver
 from midflight.weights.transports.file_receiver import FileReceiver
-from midflight.weights.transports.kinds import BROADCAST, PULL, SENT, TRANSPORTS
-from midflight.weights.transports.receive import DeltaReceiver
+from midflight.weights.transports.kinds import DIRECT, PULL, SENT, SHARED_MEMORY
 
 if TYPE_CHECKING:
-    from midflight.weights.transports.publish import Publisher
+    from midflight.weights.transports.publisher import Publisher
 
 
 STAGE_SECONDS: Final = 60.0
@@ -25,8 +25,7 @@ STAGE_SECONDS: Final = 60.0
 
 
 def receiver(*, threads: int = 1, stage_seconds: float = STAGE_SECONDS) -> WeightReceiver:
-    """One receiver for all transports. It needs no torch, until a manifest says `collective` or
-    `direct`.
+    """One receiver for all transports. It needs no torch, until a manifest says `direct`.
 
     `stage_seconds` are the handover's for one engine. A transport gives up a peer that is silent
     for a part of that time, so that another try fits in.
@@ -60,9 +59,9 @@ class ByTransport:
             return PullReceiver(
                 answer_seconds=self._stage_seconds / 4, patience=self._stage_seconds / 2
             )
-        from midflight.weights.transports.process_group import CollectiveReceiver
+        from midflight.weights.transports.process_group import BroadcastReceiver
 
-        return CollectiveReceiver(threads=self._threads, answer_seconds=self._stage_seconds)
+        return BroadcastReceiver(threads=self._threads, answer_seconds=self._stage_seconds)
 
 
 def publisher(
@@ -74,42 +73,37 @@ def publisher(
     full_every: int = 1,
     threads: int = 1,
     stage_seconds: float = STAGE_SECONDS,
+    spare: int = 0,
 ) -> Publisher:
-    """The publisher of this kind. `shared_memory` uses `name` (see `remove_stale`), `file` uses
-    `folder`, the others listen on `host`. It imports torch, which the trainer has anyway.
+    """The publisher of this kind. `shared_memory` uses `name`, and `folder` and `spare` where
+    /dev/shm is small (see `memory_files`); the others listen on `host`. It imports torch, which the
+    trainer has anyway.
 
     With `full_every` above 1 the versions between are differences (see `DeltaPublisher`). A fourth
     of the `stage_seconds` that a handover gives an engine is for a group of receivers to come
     together, and for each bucket to be with all of them.
     """
-    from midflight.weights.transports.collective import CollectivePublisher
+    from midflight.weights.transports.broadcast import BroadcastPublisher
     from midflight.weights.transports.deltas import DeltaPublisher
-    from midflight.weights.transports.files import FilePublisher
+    from midflight.weights.transports.pull_publisher import PullPublisher
     from midflight.weights.transports.shared_memory import SegmentPublisher, SharedMemoryPublisher
-    from midflight.weights.transports.shares import PullPublisher
 
     differences = full_every != 1
     # The oldest version that is held may have a whole period behind it.
     kept = MAX_HELD + full_every - 1
     made: Publisher
-    if kind == "shared_memory" and differences:
-        made = SegmentPublisher(name, threads=threads)
-    elif kind == "shared_memory":
-        made = SharedMemoryPublisher(name, threads=threads)
-    elif kind == "file":
-        made = FilePublisher(folder, keep=kept, threads=threads)
-    elif kind in BROADCAST:
-        made = CollectivePublisher(
-            host,
-            num_slots=kept,
-            threads=threads,
-            transport=kind,
-            deadline_seconds=stage_seconds / 4,
+    if kind == SHARED_MEMORY:
+        in_memory = SegmentPublisher if differences else SharedMemoryPublisher
+        made = in_memory(name, folder=folder, spare=spare, threads=threads)
+    elif kind == DIRECT:
+        made = BroadcastPublisher(
+            host, num_slots=kept, threads=threads, deadline_seconds=stage_seconds / 4
         )
     elif kind == PULL:
         made = PullPublisher(host, num_slots=kept, threads=threads)
     else:
-        raise ConfigError(f"weights.transport {kind!r} is unknown.{nearest(kind, TRANSPORTS)}")
+        hint = nearest(kind, {SHARED_MEMORY, *SENT})
+        raise ConfigError(f"weights.transport {kind!r} is unknown.{hint}")
     if not differences:
         return made
     return DeltaPublisher(made, full_every=full_every, threads=threads)

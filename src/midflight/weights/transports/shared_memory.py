@@ -1,40 +1,41 @@
-"""Publishers through memory shared by the processes of one machine: files under /dev/shm.
+"""Publishers through memory shared by the processes of one machine: files under /dev/shm, or in
+another folder where /dev/shm has no room.
 
 They do not use `multiprocessing.shared_memory`, whose resource tracker removes the segment when any
 process that opened it ends.
 """
 
-import fcntl
 import mmap
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
 
 from torch import Tensor
 
-from midflight.errors import ConfigError, SlotBusy
+from midflight.errors import ConfigError
 from midflight.models.sizes import fingerprint
 from midflight.types import Version, WeightManifest
-from midflight.weights.manifest import MAX_HELD, aligned, extent, layout
-from midflight.weights.transports.files import SHARED, SUFFIX
-from midflight.weights.transports.publish import copy_into, named_shapes
+from midflight.weights.manifest import MAX_DELTAS, MAX_HELD, aligned, extent, layout
+from midflight.weights.transports.kinds import SHARED_MEMORY
+from midflight.weights.transports.memory_files import reserve
+from midflight.weights.transports.publisher import Publisher, check_slot, copy_into, named_shapes
 
 
-class SharedMemoryPublisher:
+class SharedMemoryPublisher(Publisher):
     """A file with a standing slot for each version that may be fetched. The live version is one of
     them, because engines that rejoin fetch it.
 
     A slot is overwritten only after `release` of its version. Until then `publish` raises
     `SlotBusy`. The end of the handover of v + 1 releases v, so a trainer that meets `SlotBusy`
     waits for that. The file is reserved in full at the first publish, and locked while its
-    publisher lives (see `files.remove_stale`).
+    publisher lives (see `memory_files.remove_stale`).
     """
 
-    def __init__(self, name: str, *, folder: Path | None = None, threads: int = 1) -> None:
-        """`name` begins the file's name. `folder` is /dev/shm by default, or the temporary folder
-        if /dev/shm is missing or too small.
+    def __init__(
+        self, name: str, *, folder: Path | None = None, spare: int = 0, threads: int = 1
+    ) -> None:
+        """`name` begins the file's name. The file lies in `folder` if /dev/shm is missing, or has
+        no room for it and `spare` bytes more.
         """
         if not name or "/" in name:
             raise ConfigError(
@@ -43,6 +44,7 @@ class SharedMemoryPublisher:
             )
         self._name = name
         self._folder = folder
+        self._spare = spare
         self._threads = threads
         self._versions: list[Version | None] = [None] * MAX_HELD
         self._slot_bytes = 0
@@ -62,7 +64,7 @@ class SharedMemoryPublisher:
         with memoryview(shared) as view:
             digest = fingerprint(specs, view, threads=self._threads)
         self._versions[slot] = version
-        return WeightManifest(version, digest, "shared_memory", str(path), specs)
+        return WeightManifest(version, digest, SHARED_MEMORY, str(path), specs)
 
     def release(self, version: Version) -> None:
         if version in self._versions:
@@ -81,23 +83,9 @@ class SharedMemoryPublisher:
         self._file = None
         self._versions = [None] * len(self._versions)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
     def _free_slot(self, version: Version) -> int:
-        if version in self._versions:
-            raise SlotBusy(
-                f"publishing version {version}: it is published already; numbers are never reused."
-            )
-        if None not in self._versions:
-            held = ", ".join(map(str, self._versions))
-            raise SlotBusy(
-                f"publishing version {version}: versions {held} hold all slots; wait until a "
-                "handover ends and releases one."
-            )
+        held = [one for one in self._versions if one is not None]
+        check_slot(version, held, num_slots=len(self._versions))
         return self._versions.index(None)
 
     def _open(self, num_bytes: int, version: Version) -> tuple[mmap.mmap, Path]:
@@ -105,7 +93,9 @@ class SharedMemoryPublisher:
         if self._map is None or self._path is None:
             self._slot_bytes = aligned(max(1, num_bytes), mmap.PAGESIZE)
             total = self._slot_bytes * len(self._versions)
-            self._path, self._file = reserve(folders(self._folder), self._name, total)
+            self._path, self._file = reserve(
+                self._name, total, folder=self._folder, spare=self._spare
+            )
             self._map = mmap.mmap(self._file, total)
         if num_bytes > self._slot_bytes:
             raise ConfigError(
@@ -115,72 +105,35 @@ class SharedMemoryPublisher:
         return self._map, self._path
 
 
-def folders(given: Path | None) -> list[Path]:
-    """The folders in which shared memory may lie, the best first."""
-    if given is not None:
-        return [given]
-    return [SHARED, Path(tempfile.gettempdir())]
-
-
-def reserve(places: list[Path], name: str, num_bytes: int) -> tuple[Path, int]:
-    """Makes a locked file with all its memory set aside, in the first folder that has room. Returns
-    its path and descriptor.
-
-    Without the reservation a full /dev/shm would kill the process at the first write (SIGBUS).
-    """
-    first: OSError | None = None
-    for place in places:
-        try:
-            return _create(place, name, num_bytes)
-        except OSError as error:
-            first = first or error
-    raise ConfigError(
-        f"publishing weights: no room for {num_bytes} bytes of shared memory ({first}); enlarge "
-        "/dev/shm (containers: --shm-size) or set weights.transport to file."
-    )
-
-
-def _create(folder: Path, name: str, num_bytes: int) -> tuple[Path, int]:
-    file, path = tempfile.mkstemp(prefix=f"{name}-{os.getpid()}-", suffix=SUFFIX, dir=folder)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.posix_fallocate(file, 0, num_bytes)
-        if os.fstat(file).st_nlink == 0:
-            raise BlockingIOError(f"{path} was removed as stale before it was locked")
-    except OSError:
-        os.close(file)
-        Path(path).unlink(missing_ok=True)
-        raise
-    return Path(path), file
-
-
-class SegmentPublisher:
-    """A file for each version, which is kept until its release. The caller bounds their number.
+class SegmentPublisher(Publisher):
+    """A file for each version, which is kept until its release, for `DeltaPublisher`.
 
     Fresh memory costs a page fault for every page, so slots that are used again suit versions of
-    one size better. Each file is locked while its publisher lives (see `files.remove_stale`).
+    one size better. Each file is locked while its publisher lives (see
+    `memory_files.remove_stale`).
     """
 
-    def __init__(self, name: str, *, folder: Path | None = None, threads: int = 1) -> None:
+    def __init__(
+        self, name: str, *, folder: Path | None = None, spare: int = 0, threads: int = 1
+    ) -> None:
         """The parameters are those of `SharedMemoryPublisher`."""
         self._name = name
         self._folder = folder
+        self._spare = spare
         self._threads = threads
         self._files: dict[Version, tuple[Path, int]] = {}
 
     def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest:
-        if version in self._files:
-            raise SlotBusy(
-                f"publishing version {version}: it is published already; numbers are never reused."
-            )
+        check_slot(version, self._files, num_slots=MAX_HELD + MAX_DELTAS)
         specs = layout(named_shapes(tensors))
-        path, file = reserve(folders(self._folder), self._name, max(1, extent(specs)))
+        size = max(1, extent(specs))
+        path, file = reserve(self._name, size, folder=self._folder, spare=self._spare)
         self._files[version] = (path, file)
         with mmap.mmap(file, 0) as shared:
             copy_into(shared, specs, tensors)
             with memoryview(shared) as view:
                 digest = fingerprint(specs, view, threads=self._threads)
-        return WeightManifest(version, digest, "shared_memory", str(path), specs)
+        return WeightManifest(version, digest, SHARED_MEMORY, str(path), specs)
 
     def release(self, version: Version) -> None:
         """Removes the version's file. An engine that is reading it can finish, because its memory
@@ -194,9 +147,3 @@ class SegmentPublisher:
     def close(self) -> None:
         for version in tuple(self._files):
             self.release(version)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

@@ -46,13 +46,13 @@ Bucket = tuple[Leaf, ...]
 Tree = tuple[Bucket, ...]
 
 
-def cut(tensor: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """The parts that the owner of this stretch hashes at once. They are cut at the same places as
-    whole tensors for their fingerprint.
+def cut(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """The parts of a stretch of a tensor's bytes that its owner hashes at once. They are cut at the
+    same places as whole tensors for their fingerprint.
     """
     while start < stop:
         end = min(stop, start - start % PIECE + PIECE)
-        yield tensor, start, end
+        yield start, end
         start = end
 
 

@@ -90,7 +90,7 @@ class GroupSeat:
         part.copy_(staged)
 
 
-READER = Path(__file__).resolve().parents[3] / "weights" / "frames.py"
+READER = Path(__file__).resolve().parents[3] / "weights" / "difference_codec.py"
 """The file of Midflight that reads differences. It imports nothing of Midflight."""
 PIECE = 16 * 2**20
 """Bytes of a tensor that are hashed at once."""
@@ -118,7 +118,7 @@ def fingerprint(tensors, data):
 
 def change(data, payload, tensors):
     """Changes the bytes of a version by a difference."""
-    spec = importlib.util.spec_from_file_location("midflight_frames", READER)
+    spec = importlib.util.spec_from_file_location("midflight_difference_codec", READER)
     reader = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(reader)
     frames = reader.Frames(memoryview(payload.numpy()))
@@ -139,7 +139,7 @@ class IncomingVersion:
         self.done = False
 
 
-class Landing:
+class DoubleBuffer:
     """The versions that a worker holds: the one that came last, and the one that is served. Its
     methods never wait.
     """

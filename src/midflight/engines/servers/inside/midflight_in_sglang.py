@@ -17,7 +17,7 @@ import json
 
 import torch
 from llguidance.torch import fill_next_token_bitmask
-from midflight_direct import Landing, beside, can_stand_beside, exchange
+from midflight_direct import DoubleBuffer, beside, can_stand_beside, exchange
 from midflight_seed import mixed
 from midflight_shape import Shapes
 from sglang.srt.arg_groups.choices import add_grammar_backend_choices
@@ -139,19 +139,19 @@ def _draw(draw, logprobs, seed, positions):
 
 GROUP = "midflight:"
 """The beginning of the name of a group that is ours. An order follows it, as JSON."""
-_landings = []
-"""One `Landing`, from its first use on: a process has one manager of weights."""
+_buffers = []
+"""One `DoubleBuffer`, from its first use on: a process has one manager of weights."""
 
 
-def _landing(manager):
-    if not _landings:
+def _buffer(manager):
+    if not _buffers:
         runner = manager.tp_worker.model_runner
-        landing = Landing(
+        buffer = DoubleBuffer(
             lambda tensors: _prepared(runner.model, tensors),
             lambda ready: _swapped(runner, ready),
         )
-        _landings.append(landing)
-    return _landings[0]
+        _buffers.append(buffer)
+    return _buffers[0]
 
 
 def _prepared(model, tensors):
@@ -191,9 +191,9 @@ def _begin(original, manager, asked):
         group = manager.tp_cpu_group
         index = torch.distributed.get_rank(group=group)
         count = torch.distributed.get_world_size(group=group)
-        landing = _landing(manager)
+        buffer = _buffer(manager)
         order = json.loads(asked.group_name.removeprefix(GROUP))
-        landing.begin(order, index=index, workers=count)
+        buffer.begin(order, index=index, workers=count)
     except ValueError as error:
         return io_struct.InitWeightsUpdateGroupReqOutput(success=False, message=str(error))
     return io_struct.InitWeightsUpdateGroupReqOutput(success=True, message="receiving")
@@ -205,13 +205,13 @@ def _take(original, manager, asked):
         return original(manager, asked)
     from sglang.srt.managers import io_struct
 
-    landing = _landing(manager)
+    buffer = _buffer(manager)
     version = int(asked.weight_version)
-    if not all(_each(manager, landing.holds(version))):
+    if not all(_each(manager, buffer.holds(version))):
         return io_struct.UpdateWeightsFromDistributedReqOutput(
             success=False, message=f"version {version} is not with every worker"
         )
-    landing.take(version)
+    buffer.take(version)
     manager.record_weight_version_after_update(asked.weight_version)
     success, message = manager.flush_cache_after_weight_update(asked, True, "swapped")
     return io_struct.UpdateWeightsFromDistributedReqOutput(success=success, message=message)
@@ -260,7 +260,7 @@ async def _at_once(original, controller, asked, request=None):
 
 def _told(said, controller, asked):
     manager = controller.scheduler.weight_updater
-    said.internal_state["midflight"] = _each(manager, _landing(manager).state())
+    said.internal_state["midflight"] = _each(manager, _buffer(manager).state())
     return said
 
 

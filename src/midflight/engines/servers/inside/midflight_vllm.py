@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from midflight_direct import Landing, beside, can_stand_beside, exchange
+from midflight_direct import DoubleBuffer, beside, can_stand_beside, exchange
 from midflight_seed import mixed
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -81,7 +81,7 @@ class Loader:
         vLLM was started without our backend.
         """
         engine = self.weight_transfer_engine
-        return engine.landing.state() if isinstance(engine, DirectTransfer) else None
+        return engine.double_buffer.state() if isinstance(engine, DirectTransfer) else None
 
 
 NEWER_RUNNERS = ("vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.cpu.model_runner")
@@ -126,12 +126,14 @@ class DirectTransfer(WeightTransferEngine):
 
     def __init__(self, config, vllm_config, device, model):
         super().__init__(config, vllm_config, device, model)
-        self.landing = Landing(self._prepared, self._swapped)
+        self.double_buffer = DoubleBuffer(self._prepared, self._swapped)
 
     def init_transfer_engine(self, init_info: OrderBody) -> None:
         parallel = self.parallel_config
         index = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self.landing.begin(init_info.order, index=index, workers=parallel.world_size_across_dp)
+        self.double_buffer.begin(
+            init_info.order, index=index, workers=parallel.world_size_across_dp
+        )
 
     def start_weight_update(self) -> None:
         pass
@@ -145,7 +147,7 @@ class DirectTransfer(WeightTransferEngine):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: TakeBody) -> None:
-        self.landing.take(update_info.version)
+        self.double_buffer.take(update_info.version)
 
     def finish_weight_update(self) -> None:
         pass

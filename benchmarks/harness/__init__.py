@@ -1,0 +1,1 @@
+"""What every benchmark is made of: options, rounds, tables, processes, runs and small models."""

@@ -1,0 +1,1 @@
+"""The programs that benchmarks start beside themselves: servers, agents, and other trainers."""

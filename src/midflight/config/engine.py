@@ -1,0 +1,159 @@
+"""The options of engines, with their checks."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from midflight.config.devices import ServerSection
+from midflight.config.model import ModelSection
+from midflight.config.section import Count, Positive, Seconds, Section
+
+_URL = re.compile(r"https?://[^\s/?#@]+/?")
+
+
+class EngineSection(Section):
+    kind: Literal["embedded", "vllm", "sglang"] = "embedded"
+    """Which inference server generates: our own, or one of other people, in an environment of its
+    own (`make engines`).
+    """
+    count: Positive = 1
+    """Engine processes; larger generates more when there are cores for it. With `urls` or `servers`
+    it is their number.
+    """
+    python: Path | None = None
+    """Interpreter of the environment that the server is installed in. Default
+    `.venv-vllm/bin/python` or `.venv-sglang/bin/python`.
+    """
+    urls: tuple[str, ...] = ()
+    """Addresses of servers that run already, such as `http://127.0.0.1:30000`: they are attached,
+    and none is started or stopped.
+    """
+    arguments: tuple[str, ...] = ()
+    """Further words for the server's command line, after ours, such as
+    `--gpu-memory-utilization=0.5`.
+    """
+    start_seconds: Seconds = 180.0
+    """A server that starts is given up if it neither computes nor reads for so long. A server of
+    `urls` is given up if it does not answer for so long. Larger waits longer for one that hangs.
+    """
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """Precision that engines serve in, and that weights travel in; `auto` is `model.dtype`. Smaller
+    is faster, and further from the trainer.
+    """
+    max_running: Positive = 64
+    """Requests decoded together; larger is faster per token and slower per request."""
+    max_batch_tokens: Positive = 2048
+    """Prompt and decode tokens of one engine step; larger prefills faster and makes steps
+    longer.
+    """
+    threads: Positive = 1
+    """CPU threads of one engine process; more than the free cores makes all slower."""
+    device: str = "cpu"
+    """The device that the engine computes on: `cpu`, `cuda`, which gives each engine GPUs of its
+    own, or such as `cuda:1`.
+    """
+    share_devices: bool = False
+    """Engines may be on GPUs that a trainer rank or another engine has, as on a machine with one;
+    each then needs a part of its memory. Without this option that is refused.
+    """
+    lend: bool = False
+    """One more embedded engine, in the place of the first trainer rank: it generates while that
+    rank waits for a batch, and hands its requests to the others when the batch is there. This pays
+    where training waits for generation and has cores or GPUs of its own.
+    """
+    servers: tuple[ServerSection, ...] = ()
+    """The engines one by one, in place of `count`: the machine and the GPUs of each, and how many
+    GPUs it is laid over.
+    """
+    deterministic: bool = False
+    """An answer does not depend on other requests in the batch: vLLM's batch-invariant kernels,
+    SGLang's deterministic inference with a seed for each request. It works on GPUs alone, and is
+    slower.
+    """
+    guesses: Count = 0
+    """The most tokens that the embedded engine guesses ahead from the text of a sequence, and
+    computes in one step. It keeps those that it would have sampled, so that answers stay the same
+    (speculative decoding by n-grams). Larger is faster where answers repeat earlier text and few
+    requests run; where they do not, or many run, it costs time.
+    """
+    prefix_mb: Count = 256
+    """Megabytes of keys and values that the embedded engine keeps of requests which have ended, for
+    requests that begin alike: the next turn of a conversation, the other answers to a prompt. With
+    more, more conversations go on without computing their prompts again; with 0 each request
+    computes its whole prompt.
+    """
+    prefix_age: Count = 0
+    """How many versions old the weights may be that computed these keys and values. 0 uses only
+    those of the weights now served. Larger computes less after each handover, with more mismatch
+    between engine and trainer, and tokens say so in their key versions.
+    """
+
+    def served_dtype(self, trained: str) -> str:
+        """The precision of the weights in engines, of weights that are trained in another."""
+        return trained if self.dtype == "auto" else self.dtype
+
+
+def engine_contradictions(engine: EngineSection, model: ModelSection) -> Iterator[str]:
+    e = engine
+    started = e.kind != "embedded" and not e.urls
+    if e.guesses >= model.max_context:
+        yield (
+            f"engine.guesses ({e.guesses}) must be less than model.max_context "
+            f"({model.max_context}); lower it"
+        )
+    if e.urls and e.kind == "embedded":
+        yield (
+            'engine.urls are of servers that run already, but engine.kind is "embedded", which '
+            'is started here; set engine.kind to "vllm" or "sglang"'
+        )
+    if e.python is not None and not started:
+        yield (
+            f"engine.python ({e.python}) is for a server that is started here, and none is; "
+            "remove it"
+        )
+    if e.arguments and not started:
+        yield (
+            f"engine.arguments ({' '.join(e.arguments)}) are for a server that is started here, "
+            "and none is; remove them"
+        )
+    if e.kind != "embedded" and e.served_dtype(model.dtype) == "float64":
+        yield (
+            f'engine.kind = "{e.kind}" cannot serve float64; set engine.dtype to "float32", or '
+            'engine.kind to "embedded"'
+        )
+    if e.deterministic:
+        why = _not_deterministic(e)
+        if why:
+            yield f"engine.deterministic asks for what cannot be had: {why}; remove it"
+    for url in e.urls:
+        if not _URL.fullmatch(url):
+            yield f"engine.urls must be addresses such as http://127.0.0.1:30000, got {url!r}"
+    if len(set(e.urls)) < len(e.urls):
+        yield (
+            "engine.urls names a server twice, which would get every version twice; name each once"
+        )
+    if e.urls and e.count not in (1, len(e.urls)):
+        yield (
+            f"engine.count ({e.count}) is not the number of engine.urls ({len(e.urls)}); remove it"
+        )
+
+
+def _not_deterministic(engine: EngineSection) -> str:
+    """Returns the reason why an engine cannot compute each answer as if it were alone, or an empty
+    string if it can.
+    """
+    if engine.kind == "embedded":
+        return (
+            "the embedded engine samples by seed and position already, and has no kernels whose "
+            "rounding is the same in every batch"
+        )
+    if engine.kind == "vllm" and engine.urls:
+        return (
+            "a vLLM server that runs already does not say whether it was started with "
+            "VLLM_BATCH_INVARIANT=1"
+        )
+    if engine.device == "cpu" and not engine.urls:
+        name = "vLLM" if engine.kind == "vllm" else "SGLang"
+        return f"{name} has such kernels for GPUs alone, and engine.device is cpu"
+    return ""

@@ -1,0 +1,178 @@
+"""The options of environments and agents, with their checks."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import Field, JsonValue
+
+from midflight.config.agents import McpSection, RewardSection, SandboxSection, UntrackedSection
+from midflight.config.section import Above0, Count, Fraction, Positive, Seconds, Section
+from midflight.config.sources import SourceSection
+from midflight.entries import ENTRY
+from midflight.types import SamplingParams
+
+CLAIMED = "midflight.environments.claimed:claimed"
+"""The entry of rollouts that clients claim over HTTP."""
+
+
+class EnvironmentSection(Section):
+    entry: str | None = None
+    """`module:function` of the environment: a function `(task, client) -> reward`, async or plain,
+    or a class with `reset` and tools. Without it the built-in loop runs where there are rewards or
+    tools; else one answer is compared with `answer`.
+    """
+    rewards: tuple[RewardSection, ...] = ()
+    """Functions that score a rollout. Beside an `entry` they get the `fields` of its `Result`."""
+    tools: tuple[str, ...] = ()
+    """`module:function` of each tool of the built-in loop, or `module:Class` of one with state."""
+    mcp: tuple[McpSection, ...] = ()
+    """Servers whose tools the built-in loop has too."""
+    system: str = ""
+    """A system message that the built-in loop begins with, where the task has none."""
+    sandbox: SandboxSection = SandboxSection()
+    """The sandbox of code that the model wrote, for reward functions that have a parameter
+    `sandbox`.
+    """
+    untracked: UntrackedSection = UntrackedSection()
+    """The model behind judges and simulated users of an `entry`."""
+    max_turns: Positive = 8
+    """Answers of one rollout of the built-in loop: it goes on while tools are called; larger lets
+    it call more.
+    """
+    tool_seconds: Seconds = 30.0
+    """Deadline of one call of a tool; past it the model is told so. Larger waits longer for a tool
+    that hangs.
+    """
+    tool_concurrency: Positive = 64
+    """Calls under way at once in one worker; larger puts more load on the services of the tools."""
+    template_options: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
+    """Variables of the chat template in the built-in loop, such as `{ enable_thinking = false }`.
+    The template of models made here takes `list_tools`.
+    """
+    workers: Count | None = None
+    """Processes that run agents; larger runs more agents at once that block or compute. 0 runs them
+    in the rollout process, where an agent that blocks stops everything. Default: half the cores,
+    from 2 to 8; 0 for Midflight's own environments.
+    """
+    worker_mb: Positive | None = None
+    """Memory of a worker's own data, in MB. An agent that takes more gets a `MemoryError`. A plain
+    agent's thread counts with the size of its stack, often 8. Larger bears more. None is no limit.
+    """
+    max_processes: Positive | None = None
+    """Processes that one rollout in a worker may start; one more fails it as `TooManyProcesses`.
+    Larger bears more. None is no limit.
+    """
+    sources: tuple[SourceSection, ...] = (SourceSection(dataset="spell_backward"),)
+    """The sources of tasks."""
+    max_tokens: Positive = 16
+    """Output tokens of one request unless the agent asks otherwise; larger allows longer answers.
+    Default with `model.path`: a quarter of the context, from 16 to 256.
+    """
+    temperature: Above0 = 1.0
+    """Sampling temperature of the policy; larger explores more."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Sample from the likeliest tokens that have this much probability together; larger keeps more.
+    Below 1 the trainer normalises over the kept tokens too, where engines record them.
+    """
+    top_k: Positive | None = None
+    """Sample from so many of the likeliest tokens; larger keeps more. None keeps all."""
+    min_p: Fraction = 0.0
+    """Sample from tokens at least this likely, relative to the likeliest; larger keeps fewer."""
+    count_all_choices: bool = False
+    """Train on every choice of a request with n > 1. By default only the choices that the agent
+    went on from are trained, if it went on from any.
+    """
+    rollout_seconds: Seconds = 60.0
+    """Time that the agent of one rollout may take by itself: without a request under way at the
+    gateway, without a tool that runs within its own limit, and with a place to run. Scoring a group
+    has as much. A hung agent keeps its slot until then: larger waits longer for it, and so do
+    steps.
+    """
+    max_rollout_seconds: Seconds | None = None
+    """Time that a whole rollout may take, its requests included. Time without a place to run, and
+    without any engine that takes requests, does not count. It ends agents that ask for ever; larger
+    lets rollouts be longer. Default: four times `rollout_seconds` and the time of `max_tokens` in
+    each turn at the rate that was measured; the dry run shows it.
+    """
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The sampling parameters of a request that gives none."""
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+        )
+
+
+def environment_contradictions(
+    environment: EnvironmentSection, *, num_engines: int
+) -> Iterator[str]:
+    """`num_engines` are those that the run starts or attaches."""
+    e = environment
+    yield from _untracked_contradictions(e.untracked, num_engines)
+    entries = {"environment.entry": e.entry}
+    for entry in e.tools:
+        entries[f"environment.tools ({entry})"] = entry
+    for reward in e.rewards:
+        entries[f"environment.rewards ({reward.entry}): entry"] = reward.entry
+    for option, entry in entries.items():
+        if entry is not None and not ENTRY.fullmatch(entry):
+            yield f"{option} must be 'module:function', got {entry!r}"
+    if e.entry is not None and (e.tools or e.mcp):
+        option = "tools" if e.tools else "mcp"
+        yield (
+            f"environment.entry ({e.entry}) runs the rollouts itself, so environment.{option} "
+            "would have nobody to call them; remove one of the two"
+        )
+    if e.entry == CLAIMED and e.rewards:
+        yield (
+            "environment.rewards beside rollouts that are claimed: whoever claims one scores it; "
+            "remove the rewards"
+        )
+    labels = Counter(reward.label for reward in e.rewards)
+    twice = [label for label, count in labels.items() if count > 1]
+    if twice:
+        yield f"environment.rewards has {twice[0]!r} twice; give one of them another name"
+    has_stateful_tool = any(map(_is_class, e.tools))
+    if (e.tools or e.mcp) and not e.rewards and not has_stateful_tool:
+        yield (
+            "environment.tools without environment.rewards leaves rollouts without a reward; "
+            "name a function in [[environment.rewards]]"
+        )
+    for server in e.mcp:
+        if bool(server.command) == bool(server.url):
+            yield (
+                f"environment.mcp ({server.label or 'one'}) needs a command or a url, and not both"
+            )
+
+
+def _is_class(entry: str) -> bool:
+    """True if `module:Name` names a class, by its first letter."""
+    name = entry.rpartition(":")[2]
+    return name[:1].isupper()
+
+
+def _untracked_contradictions(untracked: UntrackedSection, num_engines: int) -> Iterator[str]:
+    u = untracked
+    if u.url and u.engines:
+        yield "environment.untracked has a url and engines; remove one of the two"
+    if u.engines >= num_engines:
+        yield (
+            f"environment.untracked.engines ({u.engines}) leaves none of {num_engines} engines "
+            "for the policy; raise engine.count"
+        )
+    if u.url and not re.fullmatch(r"https?://[^\s/]+.*", u.url):
+        yield (
+            "environment.untracked.url must be an address such as http://127.0.0.1:8001/v1, got "
+            f"{u.url!r}"
+        )
+    if u.api_key_env and not u.url:
+        yield (
+            f"environment.untracked.api_key_env ({u.api_key_env}) is for "
+            "environment.untracked.url, and there is none; remove it"
+        )

@@ -1,0 +1,79 @@
+"""The options of evaluations, with their checks."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from midflight.config.section import Count, NonNegative, Positive, Seconds, Section
+from midflight.config.sources import SourceSection, source_names
+
+
+class SuiteSection(Section):
+    """An evaluation of its own beside the usual one, which asks each held-out task once as training
+    does.
+    """
+
+    name: str
+    """Its name in journal and metrics: `NAME/SOURCE`."""
+    samples: Positive = 1
+    """Answers to each task; larger measures better and takes as many times as long."""
+    temperature: NonNegative | None = None
+    """The temperature of these answers; 0 is greedy. Default: `environment.temperature`."""
+    pass_at: tuple[Positive, ...] = ()
+    """The k of pass@k and best@k, at most `samples`. Default: 1 and `samples`."""
+    passes: float = 1.0
+    """The reward from which an answer has passed; larger asks more."""
+    sources: tuple[str, ...] = ()
+    """The names of the sources whose held-out tasks it asks. Empty is all."""
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        return self.pass_at or tuple(sorted({1, self.samples}))
+
+
+class EvaluationSection(Section):
+    eval_every: Count = 0
+    """Steps between evaluations on held-out tasks; 0 evaluates before and after only."""
+    pin_seconds: Seconds = 60.0
+    """How long a new version waits for an evaluation where no other engine could take it; larger
+    loses fewer results and lets training stand longer.
+    """
+    suites: tuple[SuiteSection, ...] = ()
+    """Further evaluations, made whenever the usual one is."""
+
+
+def suite_contradictions(
+    evaluation: EvaluationSection, sources: Sequence[SourceSection]
+) -> Iterator[str]:
+    named = zip(source_names(sources), sources, strict=True)
+    held = [name for name, source in named if source.has_heldout]
+    for name, count in Counter(suite.name for suite in evaluation.suites).items():
+        if count > 1:
+            yield (
+                f"evaluation.suites has {name!r} twice, so nobody could tell their scores apart; "
+                "give one of them another name"
+            )
+    for suite in evaluation.suites:
+        said = f"evaluation.suites ({suite.name})"
+        if not suite.name or "/" in suite.name:
+            yield f"evaluation.suites has the name {suite.name!r}; give it one without a slash"
+        if suite.temperature == 0 and suite.samples > 1:
+            yield (
+                f"{said}.samples ({suite.samples}) would be the same answer each time at "
+                "temperature 0; remove it, or raise the temperature"
+            )
+        if max(suite.ks) > suite.samples:
+            yield (
+                f"{said}.pass_at ({max(suite.ks)}) is more than its samples ({suite.samples}); "
+                "raise samples"
+            )
+        for source in suite.sources:
+            if source not in held:
+                yield (
+                    f"{said}.sources names {source!r}, which holds nothing out; those that do "
+                    f"are {', '.join(held) or 'none'}"
+                )
+        if not held and not suite.sources:
+            yield (
+                f"{said} has nothing to ask: no source holds tasks out; set "
+                "environment.sources.0.heldout"
+            )

@@ -1,0 +1,74 @@
+"""The options of what a run shows, with their checks."""
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Literal
+
+from midflight.config.section import Port, Section
+from midflight.entries import ENTRY
+from midflight.errors import nearest
+
+
+class ObserveSection(Section):
+    trackers: tuple[str, ...] = ()
+    """Trackers that get numbers, histograms, samples and plots of a run, beside its folder:
+    `tensorboard`, `wandb`, `mlflow`, `trackio`, `otel` (traces of rollouts), each an extra of that
+    name, or `module:Class` of one's own (metrics.md).
+    """
+    project: str = "midflight"
+    """The project under which trackers list the run, beside other runs."""
+    samples: bool = False
+    """The terminal shows the last rollout, as `--samples` does."""
+    view: Literal["auto", "off"] = "auto"
+    """`auto`: a run whose viewer is installed (`midflight[view]`) has an address for it, and
+    `/dashboard` of its gateway leads there; the viewer is a process of its own, started for its
+    first visitor.
+    """
+    view_port: Port = 0
+    """The port on loopback that the viewer of a run listens on; 0 takes a free one."""
+    log_format: Literal["plain", "json"] = "plain"
+    """How logs and a terminal that cannot be redrawn are written: as text, or as one JSON object a
+    line, as by `--log-format json`.
+    """
+
+
+TRACKERS = {
+    "tensorboard": "tensorboardX",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "trackio": "trackio",
+    "otel": "opentelemetry.exporter.otlp.proto.http",
+}
+"""The package that each known tracker needs. The extra of the same name installs it."""
+
+
+def observe_contradictions(observe: ObserveSection) -> Iterator[str]:
+    names = observe.trackers
+    for name in names:
+        if name not in TRACKERS and not ENTRY.fullmatch(name):
+            what = f"there are {', '.join(TRACKERS)}, and `module:Class` of your own"
+            yield (
+                f"observe.trackers names {name!r}, which is no tracker: "
+                f"{what}.{nearest(name, TRACKERS)}"
+            )
+        elif name in TRACKERS and not _is_installed(TRACKERS[name]):
+            yield (
+                f"observe.trackers names {name!r}, and the package {TRACKERS[name]} is not "
+                f"installed; pip install 'midflight[{name}]'"
+            )
+    if len(set(names)) < len(names):
+        yield (
+            f"observe.trackers names one twice ({', '.join(names)}), and would tell it "
+            "everything twice; name each once"
+        )
+
+
+def _is_installed(package: str) -> bool:
+    """True if there is such a package with a file. A folder that a tracker wrote here would be
+    found too, but as a package without a file.
+    """
+    try:
+        found = find_spec(package)
+    except ModuleNotFoundError:  # a package around it is missing
+        return False
+    return found is not None and found.origin is not None

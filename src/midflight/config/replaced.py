@@ -1,0 +1,83 @@
+"""Options, and values of options, that are gone, and what has taken their place."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from midflight.types import Json
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """What has taken the place of a value."""
+
+    value: str
+    """The value that the stored configuration of a run is read with."""
+    remedy: str
+    """What to write in a new configuration, as the end of a sentence."""
+
+
+REPLACED_TRANSPORTS: Mapping[str, Replacement] = {
+    "file": Replacement(
+        "auto",
+        'set it to "shared_memory", which maps a file in the run\'s folder by itself where '
+        '/dev/shm is small, or between machines to "pull" ("auto" chooses)',
+    ),
+    "collective": Replacement(
+        "pull", 'set it to "pull", by which engines on any number of machines ask for versions'
+    ),
+}
+REPLACED: Mapping[str, Mapping[str, Replacement]] = {"weights.transport": REPLACED_TRANSPORTS}
+"""The replaced values of each option, by its key."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemovedOption:
+    """An option that is gone."""
+
+    default: Json
+    """The value that it had if it was not set; None if it was unset then. The stored configuration
+    of a run may have it with this value.
+    """
+    instead: str
+    """What to use in its place, as the middle of a sentence."""
+
+
+REMOVED: Mapping[str, RemovedOption] = {
+    "engine.pause_lease_seconds": RemovedOption(
+        30.0,
+        "a paused engine waits 30 s for its pauser, or weights.commit_seconds where that is longer",
+    ),
+    "gateway.max_requests": RemovedOption(
+        4096, "gateway.max_sessions bounds the requests under way too"
+    ),
+    "gateway.orphan_seconds": RemovedOption(
+        30.0, "a generation without its client goes on for a fourth of gateway.request_seconds"
+    ),
+    "environment.mcp.*.name": RemovedOption(
+        "", "messages name a server by its address, or by the last word of its command"
+    ),
+    "curriculum.floor": RemovedOption(0.05, "it is always 0.05"),
+    "curriculum.hard_below": RemovedOption(0.1, "it is always 0.1"),
+    "curriculum.easy_above": RemovedOption(0.9, "it is always 0.9"),
+    "curriculum.window": RemovedOption(16, "it is always 16"),
+    "rollout.buffer_bytes": RemovedOption(
+        None,
+        "finished rollouts may take a quarter of the machine's memory; rollout.buffer_groups "
+        "bounds their number",
+    ),
+    "rollout.requeues": RemovedOption(1, "a task is requeued once"),
+    "evaluation.max_in_flight": RemovedOption(
+        None, "an evaluation runs as many rollouts at once as the engines hold"
+    ),
+    "evaluation.keep": RemovedOption(
+        32, "an evaluation keeps the conversations of 32 rollouts of each source"
+    ),
+    "objective.delta_low": RemovedOption(
+        None, "objective.delta bounds both sides; write a loss of your own for another bound"
+    ),
+    "distillation.score_seconds": RemovedOption(
+        600.0, "the teacher has five times run.stall_seconds for the scores of a batch"
+    ),
+    "weights.full_every": RemovedOption(16, "every 16th version is sent whole"),
+}
+"""The options that are gone by their keys, as in `Option.key`."""

@@ -1,0 +1,74 @@
+"""The options of the rollouts of a step, with their checks."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+from midflight.config.section import Count, Positive, Section
+from midflight.types import PauseMode, StalePolicy
+
+
+class RolloutSection(Section):
+    """The six knobs of asynchrony, and the shape of a batch."""
+
+    groups_per_step: Positive = 16
+    """B: groups (tasks) one step trains on; larger gives a steadier gradient and a slower step."""
+    group_size: Positive = 8
+    """n: rollouts of one task; larger estimates the advantage better."""
+    max_in_flight: Positive | None = None
+    """Rollouts running at once; larger hides more latency and makes tokens older. Default: as many
+    as the engines hold just now, at most (S + 1) * B * n.
+    """
+    max_staleness: Count = 4
+    """S: no trained token is older than this many versions. 0 is the synchronous loop."""
+    stale_policy: StalePolicy = StalePolicy.WAIT
+    """How groups are treated that would grow too old."""
+    pause_mode: PauseMode | Literal["auto"] = "auto"
+    """How engines pause for a commit: keep, recompute, abort, drain, or `auto` by the engine's
+    capabilities.
+    """
+    buffer_groups: Positive | None = None
+    """Finished groups that may wait, in a quarter of the machine's memory; larger absorbs more
+    variation. Default (S + 1) * B; less than B is refused.
+    """
+    min_group_size: Positive | None = None
+    """Fewer scored rollouts than this drop the group. Default: half of `group_size`."""
+    retries: Count = 1
+    """How often a rollout whose infrastructure failed is tried again."""
+    show_every: Count = 0
+    """Steps between completions that terminal and journal show, with prompt and reward; 0 shows
+    none. Larger shows fewer.
+    """
+    show_completions: Positive = 2
+    """How many of the step's rollouts are shown then, the first of each group in turn; larger shows
+    more.
+    """
+    drop_zero_spread: bool = False
+    """Drop groups whose rewards are all equal, and draw others (DAPO's dynamic sampling)."""
+
+
+def rollout_contradictions(rollout: RolloutSection, *, max_sessions: int) -> Iterator[str]:
+    """`max_sessions` may be live at once."""
+    r = rollout
+    if r.buffer_groups is not None and r.buffer_groups < r.groups_per_step:
+        yield (
+            f"rollout.buffer_groups ({r.buffer_groups}) is less than the {r.groups_per_step} "
+            "groups of one step, so no batch would ever be full; raise it to at least "
+            "rollout.groups_per_step"
+        )
+    if r.max_in_flight is not None and r.max_in_flight < r.group_size:
+        yield (
+            f"rollout.max_in_flight ({r.max_in_flight}) is less than rollout.group_size "
+            f"({r.group_size}), so no group could run whole; raise max_in_flight or lower "
+            "group_size"
+        )
+    if r.max_in_flight is not None and r.max_in_flight > max_sessions:
+        yield (
+            f"rollout.max_in_flight ({r.max_in_flight}) is more than gateway.max_sessions "
+            f"({max_sessions}), beyond which rollouts are refused; lower it, or raise "
+            "gateway.max_sessions"
+        )
+    if r.min_group_size is not None and r.min_group_size > r.group_size:
+        yield (
+            f"rollout.min_group_size ({r.min_group_size}) is more than rollout.group_size "
+            f"({r.group_size}), so every group would be dropped; lower it"
+        )

@@ -1,0 +1,37 @@
+"""The options of a run as a whole."""
+
+from pathlib import Path
+
+from midflight.config.section import Above0, Count, Fraction, Positive, Seconds, Section
+
+
+class RunSection(Section):
+    name: str = "run"
+    """Label of the run; part of every request seed, so two runs of the same name and seed sample
+    alike.
+    """
+    folder: Path = Path("runs/run")
+    """The folder for everything that the run writes."""
+    store_folder: Path | None = None
+    """Folder on a disk of the gateway's machine for the store, of which each checkpoint then gets a
+    copy; an absolute path. Default: the run's folder, which may not lie on a network then.
+    """
+    seed: Count = 0
+    """Seeds weights, task order and sampling."""
+    steps: Positive = 100
+    """Optimiser steps of reinforcement learning; larger trains longer."""
+    stop_at_reward: Fraction | None = None
+    """Ends before `steps` once the mean reward over the last 20 steps reaches this; larger trains
+    longer.
+    """
+    restarts: Count = 2
+    """How often each part may die and be started again without having worked in between, before the
+    run fails. A restart also counts no more after ten minutes, and an engine that is killed while
+    it starts does not count. Larger tolerates more crashes.
+    """
+    stall_seconds: Above0 = 120.0
+    """A part that hangs is shown and started again after this, unless its task has a longer limit.
+    A trial before the run that does nothing for so long is ended. Larger bears longer standstills.
+    """
+    stop_seconds: Seconds = 5.0
+    """Time a stopping run gives its parts before it kills them; larger waits longer for writes."""

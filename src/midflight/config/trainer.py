@@ -1,0 +1,123 @@
+"""The options of the trainer and of the warm start before it, with their checks."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from midflight.config.section import Above0, Count, Fraction, NonNegative, Positive, Section
+
+
+class TrainerSection(Section):
+    learning_rate: Above0 = 3e-4
+    """Peak step size of AdamW; larger learns faster, until the model forgets its skills. Default
+    with `model.path`, by the number of parameters: 0.0003 up to 3 million, 2e-05 at 135 million,
+    1e-06 from 7 billion; ten times that with `[lora]`.
+    """
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls from its peak to zero over the run."""
+    warmup_steps: Count = 5
+    """Steps of linear warm-up."""
+    weight_decay: NonNegative = 0.0
+    """AdamW's decoupled decay; larger shrinks weights more."""
+    max_grad_norm: Above0 = 1.0
+    """Gradients of larger L2 norm are scaled down to it."""
+    micro_batch_tokens: Positive = 4096
+    """Tokens of one forward and backward; larger is faster and takes more memory. Default with
+    `model.path` on CPUs: as many as an eighth of the machine's memory holds activations of, from
+    512 to 4096.
+    """
+    updates_per_step: Positive = 1
+    """Mini-batch updates in a step; above 1 the proximal policy is computed at the step's start."""
+    on_alarm: Literal["warn", "skip", "stop"] = "warn"
+    """The effect of a reading that says that training is off its distribution: warn, skip the step,
+    or stop the run.
+    """
+    max_missing_share: Fraction = 0.1
+    """Share of a batch's tokens that may come without a log-probability; they are masked and
+    counted, and more of them end the run.
+    """
+    ranks: Positive = 1
+    """Trainer processes that share each step, with the model sharded over them; on a GPU machine
+    one for each GPU.
+    """
+    compute_dtype: Literal["auto", "bfloat16"] = "auto"
+    """Precision of the forward and backward; `auto` is that of the weights. bfloat16 beside float32
+    weights is faster on GPUs and slower on CPUs without AMX; the optimiser keeps the full
+    precision.
+    """
+    activation_checkpointing: bool = False
+    """Keep only each layer's input for the backward and compute the rest again: less memory, about
+    a third more time.
+    """
+    compile: bool = False
+    """Compile the layers' feed-forward parts with torch.compile: slower to start, and no faster on
+    CPUs.
+    """
+    threads: Positive = 1
+    """CPU threads of one trainer process."""
+    device: str = "cpu"
+    """The device that the trainer computes on: `cpu`, `cuda`, which gives each rank a GPU of its
+    own, or such as `cuda:1`.
+    """
+    devices: tuple[Count, ...] = ()
+    """Numbers of the ranks' GPUs on this machine, one for each rank. Default: the free ones, the
+    lowest first. On a cluster Ray chooses.
+    """
+    checkpoint_every: Count = 50
+    """Steps between checkpoints; 0 saves at the end only."""
+    keep_checkpoints: Positive = 2
+    """Checkpoints kept; larger takes more disk."""
+
+
+class WarmStartSection(Section):
+    """Supervised fine-tuning before reinforcement learning, on the answers of the sources' tasks or
+    on conversations. It stops on accuracy, not on steps. There is none without `target_accuracy`
+    and `data`.
+    """
+
+    data: Path | None = None
+    """Conversations to learn from, such as one of a tool's use, as JSON lines with `messages`
+    (OpenAI's, with their tool calls) and, where the model should see some, `tools`. Every message
+    of the assistant is learnt. None learns the `answer` of the sources' tasks.
+    """
+    target_accuracy: Fraction | None = None
+    """Stop once held-out exact match, sampled at the run's temperature, reaches this: of held-out
+    tasks of the first source, or of the assistant's messages in an eighth of the conversations;
+    larger trains longer. Without it `data` is learnt for `max_steps`.
+    """
+    learning_rate: Above0 = 2e-3
+    """Peak step size; larger learns faster, until the model forgets its skills. Default with
+    `model.path`: ten times `trainer.learning_rate`'s for whole weights, at most 0.002.
+    """
+    max_steps: Positive = 2000
+    """Gives up (and goes on) after this many steps."""
+    examples_per_step: Positive = 64
+    """Answers that one step learns from; larger makes steps steadier and slower."""
+    evaluate_every: Positive = 25
+    """Steps between looks at the accuracy."""
+
+    @property
+    def is_made(self) -> bool:
+        return self.target_accuracy is not None or self.data is not None
+
+
+def trainer_contradictions(
+    trainer: TrainerSection, *, groups_per_step: int, dtype: str
+) -> Iterator[str]:
+    """`dtype` is the precision of the weights."""
+    if trainer.updates_per_step > groups_per_step:
+        yield (
+            f"trainer.updates_per_step ({trainer.updates_per_step}) is more than "
+            f"rollout.groups_per_step ({groups_per_step}), and an update has a group at least; "
+            "lower it"
+        )
+    if trainer.compute_dtype == "bfloat16" and dtype == "float64":
+        yield (
+            'trainer.compute_dtype = "bfloat16" with model.dtype = "float64" would keep what it '
+            'cannot use; set model.dtype = "float32"'
+        )
+    if trainer.compute_dtype == "bfloat16" and dtype == "bfloat16":
+        yield (
+            'trainer.compute_dtype = "bfloat16" is for full-precision weights, and model.dtype '
+            'is "bfloat16"; set model.dtype = "float32" and engine.dtype = "bfloat16"'
+        )

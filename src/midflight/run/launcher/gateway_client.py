@@ -1,0 +1,90 @@
+"""The launcher as a client of the gateways: it tells them which engines come and go, and that a
+worker is ended for what no agent did. Nothing else does it ask of another process.
+"""
+
+import asyncio
+from contextlib import suppress
+
+import msgspec
+
+from midflight.run.api import worker_wire as wire
+from midflight.run.api.membership import EngineAddress
+from midflight.run.api.membership_client import MembershipClient
+from midflight.run.launcher.ring_context import RingContext
+from midflight.run.parts import PartLost
+from midflight.run.places.port import PartFailed
+from midflight.wire.client import HttpClient
+
+AGAIN_SECONDS = 2.0
+"""The time between two attempts at a gateway that does not answer yet."""
+
+
+class GatewayClient:
+    """Waits for the answers. A gateway that is away sends no requests to an engine, so that nobody
+    has to be told that the engine goes.
+    """
+
+    def __init__(self, context: RingContext) -> None:
+        self._context = context
+
+    async def spare(self, worker: str, *, url: str) -> None:
+        """Tells the worker's gateway, at `url`, that no agent is to blame for the worker's end.
+        Waits `stall_seconds` at most: a gateway that does not answer hangs itself.
+        """
+        said = wire.encode(wire.WorkerSpared(worker))
+        seconds = self._context.config.run.stall_seconds
+        with suppress(PartLost):
+            async with self._http(url) as http:
+                await http.call("POST", wire.SPARED_PATH, said, seconds=seconds)
+
+    def _http(self, url: str) -> HttpClient:
+        return HttpClient(url, lost=PartLost, token=self._context.control_token)
+
+    async def announce(self, engine: str, address: str) -> None:
+        """Tells the gateway where an engine is. Raises `PartFailed` if it is not admitted.
+
+        The gateway may not serve yet, and it asks the engine about itself, which takes longer the
+        larger the engine's weights are.
+        """
+        config = self._context.config
+        seconds = config.cluster.wait_seconds + config.run.stall_seconds
+        async with self._http(self._context.gateway) as http:
+            members = MembershipClient(http)
+            while True:
+                try:
+                    answer = await members.put(engine, EngineAddress(address), seconds=seconds)
+                    break
+                except PartLost:
+                    await asyncio.sleep(AGAIN_SECONDS)
+        if answer.status not in (200, 201):
+            said = answer.content.decode(errors="replace")
+            raise PartFailed(
+                f"{engine} at {address} was not admitted ({answer.status}): {said}", part=engine
+            )
+
+    async def leave(self, engine: str) -> str:
+        """Waits for the requests of an engine, which end there or go on elsewhere. Returns the end
+        of a sentence that says what became of them.
+        """
+        config = self._context.config
+        seconds = config.gateway.drain_seconds + config.run.stall_seconds
+        try:
+            async with self._http(self._context.gateway) as http:
+                answer = await MembershipClient(http).leave(engine, force=True, seconds=seconds)
+        except PartLost as lost:
+            return f"; the gateway {lost}"
+        if answer.status != 200:
+            return ""
+        resumed = msgspec.json.decode(answer.content)["resumed"]
+        return f": {resumed} requests go on elsewhere"
+
+    async def give_up(self, engine: str) -> None:
+        """Tells the gateway that an engine will not come back, so that requests do not wait for
+        it.
+        """
+        seconds = self._context.config.run.stall_seconds
+        with suppress(PartLost):
+            async with self._http(self._context.gateway) as http:
+                await MembershipClient(http).leave(
+                    engine, force=True, drain_seconds=0, for_good=True, seconds=seconds
+                )

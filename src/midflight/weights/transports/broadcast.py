@@ -1,0 +1,423 @@
+"""Publishing by broadcast: the trainer keeps the versions in its own memory, and engines on any
+machine meet to receive them.
+
+The service does that in a thread of its own: receivers come, ask for a version, meet in a group,
+and get the bytes in one broadcast.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+import torch
+from torch import Tensor
+
+from midflight.errors import ConfigError, RunFailed
+from midflight.models.sizes import fingerprint
+from midflight.types import Version, WeightManifest
+from midflight.weights.manifest import MAX_HELD, extent, layout
+from midflight.weights.transports import rendezvous
+from midflight.weights.transports.buffers import StandingBuffers
+from midflight.weights.transports.kinds import DIRECT
+from midflight.weights.transports.process_group import (
+    BroadcastGroup,
+    GroupBroken,
+    listen,
+    serve_store,
+)
+from midflight.weights.transports.publisher import Publisher, copy_into, named_shapes
+from midflight.weights.transports.rendezvous import (
+    Address,
+    Again,
+    Answer,
+    Ask,
+    Backend,
+    Gathering,
+    Join,
+    Refused,
+    Sent,
+    WaitingReceiver,
+)
+from midflight.wire.edge import same_token
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+MAX_GROUPS = 4
+"""Groups kept for the next version. Usually there is one. The others belong to members that ended
+without notice, or that came late and will come late again.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class OutgoingVersion:
+    """A version to send: bytes in memory that does not change until its release."""
+
+    data: Tensor
+    fingerprint: str
+
+
+class BroadcastService:
+    """Serves one round after the other. In a round, receivers that want the same bytes form a group
+    with the publisher, which broadcasts the bytes and closes the connections.
+
+    | waits for | ended by |
+    |---|---|
+    | a receiver's question | its line, or `deadline_seconds` |
+    | those who want the same bytes | as many as were told to come, or `quiet_seconds` without another |
+    | all members in a new group | the last one, or `deadline_seconds` |
+    | a bucket in everybody's hands | the last one, a peer's death at once, or `deadline_seconds` |
+
+    An error in a round ends that round and its group only. Its receivers find the connection
+    closed, and ask again.
+    """
+
+    def __init__(
+        self,
+        published: Mapping[Version, OutgoingVersion],
+        gathering: Gathering,
+        *,
+        host: str,
+        token: str,
+        backend: Backend,
+        bucket_bytes: int,
+        deadline_seconds: float,
+    ) -> None:
+        """`published` is read from the service's threads while the trainer's thread changes it."""
+        self._published = published
+        self._gathering = gathering
+        self._host = host
+        self._token = token
+        self._backend: Backend = backend
+        self._bucket_bytes = bucket_bytes
+        self._deadline_seconds = deadline_seconds
+        self._changed = asyncio.Event()
+        self._closing = threading.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights-broadcast")
+        self._groups: dict[frozenset[str], BroadcastGroup] = {}
+        """Groups by their members, the one used last at the end."""
+        self.num_groups = 0
+        """Groups made so far."""
+        self.num_bytes_broadcast = 0
+        """Bytes given to broadcasts: once for all members of a group."""
+
+    async def run(self, listener: socket.socket) -> None:
+        """Serves until it is cancelled; a broadcast under way then ends with its bucket."""
+        try:
+            async with asyncio.TaskGroup() as receivers:
+                server = await asyncio.start_server(
+                    lambda reader, writer: receivers.create_task(self._converse(reader, writer)),
+                    sock=listener,
+                    limit=rendezvous.MAX_LINE,
+                )
+                try:
+                    await self._serve_rounds()
+                finally:
+                    server.close()
+        finally:
+            self._closing.set()
+            self._thread.shutdown(wait=False)
+
+    def drop_groups(self) -> None:
+        """Drops all groups, after `run` has ended. Waits for the bucket under way."""
+        self._thread.shutdown()
+        self._groups.clear()
+
+    # --- One receiver -----------------------------------------------------------------------------
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Waits until the receiver's round is over or it hangs up. A receiver that asks nothing is
+        dropped at the deadline.
+        """
+        try:
+            async with asyncio.timeout(self._deadline_seconds):
+                ask = rendezvous.read_ask(await reader.readline())
+            refusal = self._refusal(ask)
+            if refusal is None:
+                await self._wait_in_line(ask, reader, writer)
+            else:
+                writer.write(rendezvous.line(refusal))
+        except (TimeoutError, OSError, ValueError, msgspec.MsgspecError) as error:
+            _log.info(
+                (
+                    "direct transport: a connection ended without a question that could be "
+                    "answered: %s"
+                ),
+                error,
+            )
+        finally:
+            writer.close()
+
+    async def _wait_in_line(
+        self, ask: Ask, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        since = asyncio.get_running_loop().time()
+        member = WaitingReceiver(
+            ask,
+            since,
+            answer=lambda answer: writer.write(rendezvous.line(answer)),
+            hang_up=writer.close,
+        )
+        try:
+            if self._gathering.join(member):
+                self._changed.set()
+                # nothing more is said: this is the end of the connection, by either side
+                await reader.read(1)
+        finally:
+            self._gathering.leave(member)
+            self._changed.set()
+
+    def _refusal(self, ask: Ask) -> Refused | None:
+        if not same_token(ask.token, self._token):
+            return Refused("the secret is wrong: the manifest is another publisher's")
+        return self._unknown(ask) if self._data(ask) is None else None
+
+    def _unknown(self, ask: Ask) -> Refused:
+        known = ", ".join(map(str, tuple(self._published))) or "none"
+        return Refused(
+            f"the bytes {ask.fingerprint[:12]} are not published or were released; there are "
+            f"versions: {known}"
+        )
+
+    def _data(self, ask: Ask) -> Tensor | None:
+        """The published version that hashes to this. Copies the values first: the trainer may
+        publish meanwhile.
+        """
+        return next(
+            (p.data for p in tuple(self._published.values()) if p.fingerprint == ask.fingerprint),
+            None,
+        )
+
+    # --- Rounds -----------------------------------------------------------------------------------
+
+    async def _serve_rounds(self) -> None:
+        """Waits for members; ended by cancellation."""
+        while True:
+            members = await self._gathered()
+            try:
+                await self._round(members)
+            except (GroupBroken, RuntimeError, OSError) as error:
+                _log.warning(
+                    "broadcasting version %d to %d receivers: %s",
+                    members[0].ask.version,
+                    len(members),
+                    error,
+                )
+            finally:
+                for member in members:
+                    member.hang_up()
+
+    async def _gathered(self) -> list[WaitingReceiver]:
+        """Waits for a first member, then for the others; woken by each that comes or goes, ended by
+        the quiet time.
+        """
+        clock = asyncio.get_running_loop().time
+        while (seconds := self._gathering.seconds_left(clock())) is None or seconds > 0:
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._changed.wait()
+        return self._gathering.take()
+
+    async def _round(self, members: list[WaitingReceiver]) -> None:
+        """Waits for the broadcast's thread, which has deadlines. Members want the same bytes."""
+        data = self._data(members[0].ask)
+        if data is None:  # released meanwhile
+            _answer(members, self._unknown(members[0].ask))
+            return
+        group = self._standing(members)
+        if group is None:
+            group = await self._meet(members)
+        else:
+            _answer(members, Again())
+        hashed = any(m.ask.workers is not None for m in members)
+        digests = await self._in_thread(self._broadcast, group, data, hashed)
+        self._keep(members, group)
+        # else it was released, and the bytes that were hashed may not be those that were sent
+        if self._data(members[0].ask) is data:
+            _answer([m for m in members if m.ask.workers is not None], Sent(digests))
+
+    def _broadcast(self, group: BroadcastGroup, data: Tensor, hashed: bool) -> tuple[str, ...]:
+        digests: list[str] = []
+        for part in rendezvous.buckets(data.numel(), self._bucket_bytes):
+            if self._closing.is_set():
+                group.close()
+                raise GroupBroken("the publisher is closing")
+            self.num_bytes_broadcast += part.stop - part.start
+            group.broadcast(data[part])
+            if hashed:
+                sent: memoryview = data[part].numpy().data
+                digests.append(hashlib.sha256(sent).hexdigest()[: rendezvous.DIGEST_DIGITS])
+        return tuple(digests)
+
+    async def _in_thread(self, deed: Callable[..., T], *args: object) -> T:
+        """Runs a blocking call in the service's one thread. Each call has its deadlines."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, deed, *args)
+
+    # --- Groups -----------------------------------------------------------------------------------
+
+    def _standing(self, members: list[WaitingReceiver]) -> BroadcastGroup | None:
+        """The group of exactly these members, if all of them hold it too. Other groups with any of
+        these members are dropped. This group is dropped too until its broadcast is over: a receiver
+        has one group, and a round that fails leaves none.
+        """
+        names = _names(members)
+        group = self._groups.get(names)
+        self._groups = {n: g for n, g in self._groups.items() if not n & names}
+        return (
+            group
+            if group is not None and all(m.ask.group == group.terms.group for m in members)
+            else None
+        )
+
+    def _keep(self, members: list[WaitingReceiver], group: BroadcastGroup) -> None:
+        self._groups[_names(members)] = group
+        for oldest in list(self._groups)[:-MAX_GROUPS]:
+            del self._groups[oldest]
+
+    async def _meet(self, members: list[WaitingReceiver]) -> BroadcastGroup:
+        """Makes a group. Waits until all members have come."""
+        store = serve_store(self._host)
+        terms = Join(
+            group=secrets.token_hex(8),
+            rank=0,
+            world=1 + sum(m.ask.ranks for m in members),
+            port=store.port,
+            backend=self._backend,
+            bucket_bytes=self._bucket_bytes,
+            deadline_seconds=self._deadline_seconds,
+        )
+        for i, member in enumerate(members):
+            member.answer(
+                msgspec.structs.replace(terms, rank=1 + sum(m.ask.ranks for m in members[:i]))
+            )
+        self.num_groups += 1
+        return await self._in_thread(lambda: BroadcastGroup(terms, store, interface=self._host))
+
+
+def _answer(members: list[WaitingReceiver], answer: Answer) -> None:
+    for member in members:
+        member.answer(answer)
+
+
+def _names(members: list[WaitingReceiver]) -> frozenset[str]:
+    return frozenset(m.ask.member for m in members)
+
+
+BUCKET_BYTES = 64 * 2**20
+"""It is large enough that a broadcast costs nothing beside its bytes, and small enough to take a
+second on a slow network.
+"""
+
+CLOSE_SECONDS = 2.0
+"""The time that `close` waits for its threads. A broadcast to a receiver that was stopped outlives
+it, until its own deadline.
+"""
+
+
+class BroadcastPublisher(Publisher):
+    """Keeps versions in buffers until receivers ask for them. `publish` never waits for a receiver.
+
+    `BroadcastService` sends them in a thread of its own. A version can be fetched until its
+    `release`, also by engines that rejoin. If bytes are released while they are read, the reader
+    gets `WeightsCorrupt`, as with the other transports.
+    """
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        *,
+        backend: Backend = "gloo",
+        num_slots: int = MAX_HELD,
+        bucket_bytes: int = BUCKET_BYTES,
+        quiet_seconds: float = 0.05,
+        deadline_seconds: float = 10.0,
+        threads: int = 1,
+    ) -> None:
+        """`host` is the address of this machine that engines reach it by; it listens there only.
+        The bytes are not encrypted.
+
+        Receivers begin at once when the expected number has come. Otherwise those that came begin
+        after `quiet_seconds` without another. `deadline_seconds` bounds the making of a group and
+        each bucket: 10 s for 64 MiB is a network of 50 Mbit/s. `nccl` sends from GPU to GPU, which
+        must be different ones.
+        """
+        self._threads = threads
+        self._held: dict[Version, OutgoingVersion] = {}
+        self._buffers = StandingBuffers(num_slots)
+        self._listener = _listener(host)
+        self._address = Address(host, self._listener.getsockname()[1], secrets.token_hex(16))
+        self.service = BroadcastService(
+            self._held,
+            Gathering(quiet_seconds=quiet_seconds),
+            host=host,
+            token=self._address.token,
+            backend=backend,
+            bucket_bytes=bucket_bytes,
+            deadline_seconds=deadline_seconds,
+        )
+        self._loop = asyncio.new_event_loop()
+        self._serving = self._loop.create_task(self.service.run(self._listener))
+        self._thread = threading.Thread(target=self._serve, name="weights-broadcast", daemon=True)
+        self._thread.start()
+
+    def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest:
+        """One copy of each tensor into a free buffer, then its fingerprint."""
+        if not self._thread.is_alive():
+            raise RunFailed(
+                f"publishing version {version}: the service that sends weights has ended; make a "
+                "new publisher."
+            )
+        specs = layout(named_shapes(tensors))
+        buffer = self._buffers.take(version, extent(specs))
+        copy_into(buffer, specs, tensors)
+        with memoryview(buffer) as view:
+            digest = fingerprint(specs, view, threads=self._threads)
+        self._buffers.hold(version, buffer)
+        self._held[version] = OutgoingVersion(
+            torch.frombuffer(buffer, dtype=torch.uint8)[: extent(specs)], digest
+        )
+        return WeightManifest(version, digest, DIRECT, str(self._address), specs)
+
+    def release(self, version: Version) -> None:
+        self._held.pop(version, None)
+        self._buffers.release(version)
+
+    def close(self) -> None:
+        """Receivers that wait or receive get an error at the end of the bucket under way. See
+        `CLOSE_SECONDS`.
+        """
+        if self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # it ended by itself meanwhile
+                self._loop.call_soon_threadsafe(self._serving.cancel)
+            self._thread.join(CLOSE_SECONDS)
+        self._held.clear()
+        self._buffers.clear()
+
+    def _serve(self) -> None:
+        try:
+            with contextlib.suppress(asyncio.CancelledError):
+                self._loop.run_until_complete(self._serving)
+        finally:
+            self._listener.close()
+            self.service.drop_groups()
+            self._loop.close()
+
+
+def _listener(host: str) -> socket.socket:
+    try:
+        return listen(host)
+    except OSError as error:
+        raise ConfigError(
+            f"publishing weights: cannot listen on {host!r} ({error}); name an address of this "
+            "machine."
+        ) from error
