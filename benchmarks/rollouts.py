@@ -40,9 +40,9 @@ from harness.runs import DEMO
 
 from midflight.config import Config, load_config
 from midflight.engines.remote import RemoteEngine
-from midflight.environments.agents import AgentHost, AgentsHere, SharedClients
+from midflight.environments.agents import AgentHost, LocalAgents, SharedClients
 from midflight.environments.rollout import RolloutRunner
-from midflight.environments.scoring import Unjudged
+from midflight.environments.scoring import UnscoredRollout
 from midflight.environments.single_turn import LocalAnswers, answer
 from midflight.environments.sources import load_sources
 from midflight.gateway.answers.answer import Answer
@@ -198,7 +198,7 @@ class GatewayAlone:
         return 0.0
 
     async def judge(
-        self, task: Task, attempts: Sequence[Unjudged], *, name: str
+        self, task: Task, attempts: Sequence[UnscoredRollout], *, name: str
     ) -> Sequence[Result]:
         raise AssertionError("an answer's score is 0 here, and nothing is left to judge")
 
@@ -224,7 +224,7 @@ async def agent_hosts() -> AsyncGenerator[tuple[Gateway, dict[str, AgentHost]]]:
     async with asyncio.TaskGroup() as requests:
         transport = MemoryTransport(app, requests)
         async with SharedClients(transport=transport) as clients:
-            sdk = AgentsHere(
+            sdk = LocalAgents(
                 answer, client_for=clients.client_for, plain_client_for=clients.plain_client_for
             )
             hosts: dict[str, AgentHost] = {

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from midflight.config.sections import Config
-from midflight.environments.agents import AgentsHere, SharedClients
+from midflight.environments.agents import LocalAgents, SharedClients
 from midflight.environments.posted import PostedTasks
 from midflight.environments.registry import Environment
 from midflight.environments.sources import Source
@@ -275,7 +275,7 @@ async def open_ring(
         SharedClients(transport=MemoryTransport(app, requests), untracked=untracked) as clients,
     ):
         given = partial(client_for, serving) if client_for else clients.client_for
-        host = AgentsHere(environment, client_for=given, plain_client_for=clients.plain_client_for)
+        host = LocalAgents(environment, client_for=given, plain_client_for=clients.plain_client_for)
         agents = Agents(config, serving, host, record)
         system = RolloutSystem(
             agents,

@@ -420,7 +420,7 @@ class Accounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Unclaimed:
+class UnclaimedRollouts:
     """Rollouts that wait until a worker outside claims them."""
 
     number: int
