@@ -78,7 +78,7 @@ from midflight.types import (
     Task,
     WeightManifest,
 )
-from midflight.types.facts import Stepped, unheard
+from midflight.types.facts import Stepped, record_nothing
 from midflight.wire.memory import MemoryTransport
 
 CHECKPOINT_EVERY = 20
@@ -214,7 +214,7 @@ async def agent_hosts() -> AsyncGenerator[tuple[Gateway, dict[str, AgentHost]]]:
     gateway = Gateway(
         cast(Any, FixedGenerator()),
         scripted_tokenizer(),
-        unheard,
+        record_nothing,
         model="policy",
         limits=EngineLimits(max_context=256, vocab_size=262),
         anonymous=False,
@@ -242,7 +242,7 @@ async def rollout_milliseconds(gateway: Gateway, host: AgentHost, *, number: int
         agents=host,
         sampling=SamplingParams(max_tokens=4),
         rollout_seconds=60,
-        record=unheard,
+        record=record_nothing,
         fates=TokenFates(),
     )
     task = Task("t", "s", {"question": "reverse hello", "answer": "olleh"})

@@ -13,7 +13,7 @@ from midflight.environments.single_turn import LocalAnswers
 from midflight.errors import EnvironmentFailed, NoEngine, Overloaded, RequestRejected
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import GroupKey, RolloutKey, SamplingParams
-from midflight.types.facts import unheard
+from midflight.types.facts import record_nothing
 
 from .fakes import FakeFates, FakeSession, FakeSessions, Rig, task
 
@@ -53,7 +53,7 @@ def test_a_plain_function_runs_in_a_thread_of_its_own_with_a_plain_client() -> N
 
     async def main() -> None:
         host = LocalAgents(plain, client_for=lambda session: "async", plain_client_for=lambda session: "plain")  # type: ignore[arg-type,return-value]
-        options = {"sampling": SamplingParams(), "rollout_seconds": 60.0, "record": unheard, "fates": FakeFates()}
+        options = {"sampling": SamplingParams(), "rollout_seconds": 60.0, "record": record_nothing, "fates": FakeFates()}
         runner = RolloutRunner(sessions=FakeSessions(), agents=host, **options)  # type: ignore[arg-type]
         done = await asyncio.gather(*(runner.run(KEY, task(number)) for number in (1, 2, 3, 4)))
         assert [t.reward for t in done] == [0.5, 0.5, None, None]

@@ -46,7 +46,7 @@ from midflight.types import (
     Version,
     WeightManifest,
 )
-from midflight.types.facts import Record, Stepped, unheard
+from midflight.types.facts import Record, Stepped, record_nothing
 from midflight.wire.memory import MemoryTransport
 
 TOKEN = "the-control-token-of-this-test"
@@ -125,7 +125,7 @@ class Site:
 
 @asynccontextmanager
 async def site(
-    *, service: Service | None = None, max_sessions: int = 10, record: Record = unheard, model: Path = Path("none")
+    *, service: Service | None = None, max_sessions: int = 10, record: Record = record_nothing, model: Path = Path("none")
 ) -> AsyncIterator[Site]:
     service, environment, finished = service or Service(), Claimed(), asyncio.Event()
     gateway = make_gateway(ScriptedGenerator(), record, anonymous=False, max_sessions=max_sessions)

@@ -31,7 +31,7 @@ from midflight.trainer.objective import Objective
 from midflight.trajectories.database import decode_rows, encode_rows
 from midflight.trajectories.packing import from_bytes, pack, to_bytes
 from midflight.types import Batch, Feature, Group, PackedBatch, PauseMode, Reason, RolloutKey, SamplingParams, SessionRecord, Trajectory
-from midflight.types.facts import unheard
+from midflight.types.facts import record_nothing
 from midflight.types.sampling_masks import pack_kept
 
 from .fixtures import batch, tiny_model, trainer, weights, with_rows_in_order
@@ -135,7 +135,7 @@ def assembled(model: PreTrainedModel, *, receiver: MemoryReceiver | None = None)
     fleet = Fleet()
     fleet.attach(engine)
     limits = EngineLimits.of([engine.capabilities])
-    return engine, Gateway(Generator(fleet, request_seconds=60), scripted_tokenizer(), unheard, model="policy", limits=limits)
+    return engine, Gateway(Generator(fleet, request_seconds=60), scripted_tokenizer(), record_nothing, model="policy", limits=limits)
 
 
 async def conversed(
@@ -221,7 +221,7 @@ def test_truncated_turns_are_masked_where_engines_keep_no_record_or_nobody_wants
         bare = EngineLimits.of([engine.capabilities], without=frozenset({Feature.SAMPLING_MASKS}))
         fleet = Fleet()
         fleet.attach(engine)
-        without = Gateway(Generator(fleet, request_seconds=60), scripted_tokenizer(), unheard, model="policy", limits=bare)
+        without = Gateway(Generator(fleet, request_seconds=60), scripted_tokenizer(), record_nothing, model="policy", limits=bare)
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(engine.run())
             assert (await conversed(without, TRUNCATED)).masked == {Reason.NOT_POLICY_SAMPLED: 24}

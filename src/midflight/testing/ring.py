@@ -37,7 +37,7 @@ from midflight.run.trainer.training import Stage, Steps, TrainingLoop, WeightsOu
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.store import Store
 from midflight.types import Float32, Int32, PackedBatch, Version, WeightManifest
-from midflight.types.facts import Record, Stepped, unheard
+from midflight.types.facts import Record, Stepped, record_nothing
 from midflight.wire.memory import MemoryTransport
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ async def open_ring(
     sources: Sequence[Source],
     environment: Environment,
     folder: Path,
-    record: Record = unheard,
+    record: Record = record_nothing,
     version: Version = 0,
     checkpoint: Version | None = None,
     client_for: Callable[[Serving, SessionHandle], AsyncOpenAI] | None = None,

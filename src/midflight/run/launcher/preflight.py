@@ -256,10 +256,10 @@ class Inspection:
     def _trackers(self) -> None:
         for name in self._config.observe.trackers:
             if ":" in name:
-                from midflight.trackers.tracker import made
+                from midflight.trackers.tracker import make_tracker
 
                 self._doing(f"imports {name}")
-                made(name)
+                make_tracker(name)
 
     # --- What the machine has ---------------------------------------------------------------------
 
