@@ -41,8 +41,8 @@ from harness.runs import DEMO
 from midflight.config import Config, load_config
 from midflight.engines.remote import RemoteEngine
 from midflight.environments.agents import AgentHost, LocalAgents, SharedClients
+from midflight.environments.result_checks import UnscoredRollout
 from midflight.environments.rollout import RolloutRunner
-from midflight.environments.scoring import UnscoredRollout
 from midflight.environments.single_turn import LocalAnswers, answer
 from midflight.environments.sources import load_sources
 from midflight.gateway.answers.answer import Answer

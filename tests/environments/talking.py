@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from midflight.config.sections import EnvironmentSection
-from midflight.environments.conversation import BuiltInLoop
-from midflight.environments.scoring import result_of
+from midflight.environments.built_in_loop import BuiltInLoop
+from midflight.environments.result_checks import result_of
 from midflight.types import Result, Task
 from midflight.wire.client import HttpAnswer
 

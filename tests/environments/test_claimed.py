@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from midflight.environments.agent_program import load_environment
 from midflight.environments.claimed import OUTSIDE, Board, Claimed, Offer, claims
-from midflight.environments.registry import load_environment
 from midflight.environments.worker_pool import HERE, RolloutPlacement
 from midflight.errors import RewardFixed, SessionClosed, UnknownSession
 from midflight.testing.virtual_time import run_virtual

@@ -10,10 +10,10 @@ from tests.environments import some_tools
 from midflight import Result
 from midflight.config.agents import SandboxSection
 from midflight.config.sections import EnvironmentSection
+from midflight.environments.agent_program import AgentProgram, ScoredAgents
 from midflight.environments.group import GroupRunner
-from midflight.environments.registry import AgentProgram, ScoredAgents
+from midflight.environments.result_checks import UnscoredRollout
 from midflight.environments.reward_functions import Dialogue, Rewards
-from midflight.environments.scoring import UnscoredRollout
 from midflight.errors import BadReward, ConfigError, EnvironmentFailed, SandboxUnavailable, TaskFieldMissing
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import GroupKey, Task
@@ -126,7 +126,7 @@ class OfGroups:
         )
 
     async def judge(self, task, attempts, *, name):
-        from midflight.environments.conversation import group_results
+        from midflight.environments.built_in_loop import group_results
 
         self.group_results += 1
         return await group_results(self._rewards, task, attempts)

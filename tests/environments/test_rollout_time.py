@@ -11,7 +11,7 @@ from midflight.config.bounds import RolloutBound, rollout_bound
 from midflight.config.sections import EnvironmentSection
 from midflight.environments.claimed import Claimed
 from midflight.environments.group_scoring import GroupScorer
-from midflight.environments.scoring import UnscoredRollout
+from midflight.environments.result_checks import UnscoredRollout
 from midflight.errors import RolloutTimeout
 from midflight.gateway.sessions.request_clock import RequestClock
 from midflight.stopwatch import Stopwatch

@@ -19,7 +19,7 @@ from tests.facts import Facts
 
 from midflight.buffer.books import Books
 from midflight.config.sections import Config, EnvironmentSection, GatewaySection, RolloutSection, RunSection, TrainerSection
-from midflight.environments.registry import Environment
+from midflight.environments.agent_program import Environment
 from midflight.environments.tasks import PostedTasks, Source
 from midflight.errors import MidflightError
 from midflight.gateway.answers.answer import Answer

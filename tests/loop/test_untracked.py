@@ -16,9 +16,9 @@ from midflight import Client
 from midflight.config.agents import UntrackedSection
 from midflight.config.checks import contradictions
 from midflight.config.sections import Config, EngineSection
+from midflight.environments.agent_program import Environment
 from midflight.environments.agents import LocalAgents, SharedClients
 from midflight.environments.clients import PlainClient
-from midflight.environments.registry import Environment
 from midflight.errors import ConfigError, UntrackedUnavailable
 from midflight.gateway.sessions.request import CompletionCall, Messages
 from midflight.testing.script import Script

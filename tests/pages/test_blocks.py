@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from midflight.config import load_config
-from midflight.environments.registry import AgentProgram
+from midflight.environments.agent_program import AgentProgram
 from midflight.run.launcher.preflight import Inspection
 
 from .blocks import DATA, PAGES, PROGRAMS, ROOT, SHOWN, Block, all_blocks, blocks_of, lacks

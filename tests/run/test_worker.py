@@ -18,8 +18,8 @@ from tests.environments.test_worker_pool import Recorder, Session
 
 from midflight.config.sections import EnvironmentSection
 from midflight.environments.agents import LocalAgents
-from midflight.environments.conversation import BuiltInLoop
-from midflight.environments.scoring import UnscoredRollout
+from midflight.environments.built_in_loop import BuiltInLoop
+from midflight.environments.result_checks import UnscoredRollout
 from midflight.environments.worker_pool import WorkerPool
 from midflight.errors import AgentFailed, ConfigError, first_error
 from midflight.run.api import worker_wire as wire

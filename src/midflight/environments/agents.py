@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from midflight.config.agents import UntrackedSection
-from midflight.environments.scoring import UnscoredRollout
+from midflight.environments.result_checks import UnscoredRollout
 from midflight.errors import AgentFailed, ConfigError, EnvironmentFailed, UntrackedUnavailable
 from midflight.ports import SessionHandle
 from midflight.types import Result, Task

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from midflight.allowance import Allowance, Expired
-from midflight.environments.scoring import UnscoredRollout, checked_result
+from midflight.environments.result_checks import UnscoredRollout, checked_result
 from midflight.errors import EnvironmentFailed, RolloutTimeout
 from midflight.types import GroupKey, Result, RolloutKey, Task
 

@@ -12,8 +12,7 @@ from midflight.allowance import Allowance, Expired
 from midflight.config.bounds import RolloutBound
 from midflight.environments.agents import AgentHost, without_secrets
 from midflight.environments.group_scoring import GroupScorer
-from midflight.environments.rollout_time import RolloutTime, unbounded
-from midflight.environments.scoring import (
+from midflight.environments.result_checks import (
     UNSCORED,
     UnscoredRollout,
     result_of,
@@ -21,6 +20,7 @@ from midflight.environments.scoring import (
     shown_metrics,
     unscored_role,
 )
+from midflight.environments.rollout_time import RolloutTime, unbounded
 from midflight.errors import (
     AgentFailed,
     BadReward,

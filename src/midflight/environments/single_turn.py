@@ -12,8 +12,8 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from midflight.environments.conversation import is_worth_a_try, wait_seconds
-from midflight.environments.scoring import UnscoredRollout
+from midflight.environments.built_in_loop import is_worth_a_try, wait_seconds
+from midflight.environments.result_checks import UnscoredRollout
 from midflight.errors import EnvironmentFailed, MidflightError
 from midflight.ports import Chats, SessionHandle
 from midflight.types import Result, Task

@@ -38,7 +38,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import NamedTuple, Protocol, cast
 
-from midflight.environments.scoring import UnscoredRollout
+from midflight.environments.result_checks import UnscoredRollout
 from midflight.environments.tool_time import ToolTime
 from midflight.errors import AgentFailed, AgentLost, EnvironmentFailed
 from midflight.lateness import Lateness, delay_of

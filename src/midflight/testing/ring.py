@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from midflight.config.sections import Config
+from midflight.environments.agent_program import Environment
 from midflight.environments.agents import LocalAgents, SharedClients
 from midflight.environments.posted import PostedTasks
-from midflight.environments.registry import Environment
 from midflight.environments.sources import Source
 from midflight.gateway.http.http import build_app
 from midflight.observe.status import Phase

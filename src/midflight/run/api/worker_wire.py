@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from midflight.environments.scoring import UnscoredRollout
+from midflight.environments.result_checks import UnscoredRollout
 from midflight.types import Result
 
 PATH: Final = "/midflight/v1/worker"

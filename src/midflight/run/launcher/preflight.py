@@ -44,7 +44,7 @@ from midflight.weights.transports.memory_files import SHARED, shared_free
 from midflight.wire.server import listen
 
 if TYPE_CHECKING:
-    from midflight.environments.registry import AgentProgram
+    from midflight.environments.agent_program import AgentProgram
     from midflight.environments.sources import Source
 
 T = TypeVar("T")
@@ -126,8 +126,8 @@ class Inspection:
     # --- What the run is made of ------------------------------------------------------------------
 
     def _environment(self) -> AgentProgram:
+        from midflight.environments.agent_program import AgentProgram
         from midflight.environments.mcp_servers import check_servers
-        from midflight.environments.registry import AgentProgram
 
         entries = ", ".join(entries_of(self._config.environment))
         self._doing(f"imports {entries or agent_of(self._config.environment)}")

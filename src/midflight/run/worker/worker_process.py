@@ -31,10 +31,10 @@ from weakref import WeakKeyDictionary
 import aiohttp
 
 from midflight.config.sections import EnvironmentSection
+from midflight.environments.agent_program import AgentProgram
 from midflight.environments.agents import AgentHost, SharedClients
-from midflight.environments.conversation import BuiltInLoop
-from midflight.environments.registry import AgentProgram
-from midflight.environments.scoring import UnscoredRollout, checked_result, result_of
+from midflight.environments.built_in_loop import BuiltInLoop
+from midflight.environments.result_checks import UnscoredRollout, checked_result, result_of
 from midflight.environments.worker_pool import BEAT_SECONDS
 from midflight.errors import Cost, MidflightError
 from midflight.run.api import worker_wire as wire

@@ -23,9 +23,9 @@ from midflight.environments.agents import (
     SharedClients,
     is_async,
 )
-from midflight.environments.conversation import BuiltInLoop, Post, complete_result, group_results
+from midflight.environments.built_in_loop import BuiltInLoop, Post, complete_result, group_results
+from midflight.environments.result_checks import UnscoredRollout, result_of
 from midflight.environments.reward_functions import Dialogue, Rewards
-from midflight.environments.scoring import UnscoredRollout, result_of
 from midflight.environments.stateful import is_stateful
 from midflight.errors import ConfigError, TaskFieldMissing
 from midflight.ports import SessionHandle

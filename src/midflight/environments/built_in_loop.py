@@ -14,8 +14,8 @@ import msgspec
 
 from midflight.config.sections import EnvironmentSection
 from midflight.environments.mcp_servers import McpServers
+from midflight.environments.result_checks import UnscoredRollout, checked_result
 from midflight.environments.reward_functions import Dialogue, Rewards
-from midflight.environments.scoring import UnscoredRollout, checked_result
 from midflight.environments.stateful import Episode, StatefulClass
 from midflight.environments.tool_time import UNLIMITED, ToolTime
 from midflight.environments.tools import CallableTool, Toolbox, ToolSource, load_tools
