@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.processes import family, words_of
-from midflight.cli.configurations import config_of_file, preflight
-from midflight.cli.dry_run import longest_prompt
+from midflight.cli.configurations import config_of_file
 from midflight.config.derived import model_sizes
 from midflight.config.memory import memory_estimate
+from midflight.run.launcher.checks.check import Plan
+from midflight.run.launcher.checks.table import trial
+from midflight.run.launcher.checks.tasks import longest_prompt
 
 SHARED = Path("/dev/shm")
 CHILD = "midflight.run.launcher.child"
@@ -89,7 +91,9 @@ def estimated(config: Path, settings: Sequence[str], folder: Path) -> dict[str, 
     tasks. Engines and a teacher are one kind, because their command lines are alike.
     """
     checked = config_of_file(config, list(settings), folder)
-    longest = longest_prompt(preflight(checked).sources)
+    plan = Plan(checked)
+    trial(plan)
+    longest = longest_prompt(plan.loaded.survey)
     found: dict[str, int] = defaultdict(int)
     for item in memory_estimate(checked, model_sizes(checked.model), longest_prompt=longest):
         kind = "engines" if item.where == "teacher" else item.where

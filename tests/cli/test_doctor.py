@@ -13,8 +13,11 @@ from pathlib import Path
 import pytest
 
 import midflight.version
-from midflight.cli import machine_checks, main
-from midflight.cli.machine_checks import Finding, Severity
+from midflight.cli import main
+from midflight.config import load_config
+from midflight.config.sections import Config
+from midflight.run.launcher.checks import devices, engines, machine, software, table
+from midflight.run.launcher.checks.check import About, Caller, Finding, Plan, Severity
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -24,8 +27,8 @@ SIZES = {"model_type": "qwen3", "hidden_size": 16, "intermediate_size": 32, "num
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the looks that start processes."""
-    monkeypatch.setattr(machine_checks, "torch_and_devices", lambda: iter([Finding(Severity.FINE, "torch", "stands here")]))
-    monkeypatch.setattr(machine_checks, "servers", lambda: iter([]))
+    slow = (devices.torch, engines.servers)
+    monkeypatch.setattr(table, "BESIDE_TRIAL", tuple(check for check in table.BESIDE_TRIAL if check.look not in slow))
 
 
 def model(folder: Path, **changed: object) -> Path:
@@ -37,7 +40,8 @@ def model(folder: Path, **changed: object) -> Path:
 
 
 def looked(folder: Path) -> dict[str, Finding]:
-    return {finding.what: finding for finding in machine_checks.model(folder)}
+    plan = Plan(load_config(None, [f"model.path={folder}"]), Caller.DOCTOR, about=frozenset({About.MODEL}))
+    return {finding.what: finding for finding in table.ask(plan, [*table.AT_ONCE, *table.IN_TRIAL])}
 
 
 def test_a_machine_where_a_default_run_works_is_status_0(quick: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,7 +53,7 @@ def test_a_machine_where_a_default_run_works_is_status_0(quick: None, capsys: py
 def test_what_a_default_run_could_not_work_without_is_status_1_and_says_what_to_do(
     quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(machine_checks.resource, "getrlimit", lambda kind: (64, 100_000) if kind == resource.RLIMIT_NOFILE else (-1, -1))
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda kind: (64, 100_000) if kind == resource.RLIMIT_NOFILE else (-1, -1))
     assert main(["doctor"]) == 1
     printed = capsys.readouterr().out
     assert "problem" in printed and "ulimit -n 4096" in printed and "1 problem: a run could not work" in printed
@@ -62,8 +66,8 @@ def test_sources_that_are_not_installed_are_noted_with_the_remedy(monkeypatch: p
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", nothing)
-    (finding,) = machine_checks.packages()
-    assert finding.mark is Severity.NOTE and "not installed" in finding.found and "pip install -e ." in finding.remedy
+    (finding,) = software.packages(Plan(Config()))
+    assert finding.severity is Severity.WARNING and "not installed" in finding.found and "pip install -e ." in finding.remedy
 
 
 def test_a_port_that_is_taken_is_a_problem_of_the_configuration(quick: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,9 +77,9 @@ def test_a_port_that_is_taken_is_a_problem_of_the_configuration(quick: None, cap
 
 
 def test_torch_that_cannot_be_imported_is_a_problem_with_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_checks, "PROBE_TORCH", "raise ImportError('libcudart.so.12: cannot open')")
-    (finding,) = machine_checks.torch_and_devices()
-    assert finding.mark is Severity.WRONG and "libcudart.so.12" in finding.found and "install it again" in finding.remedy
+    monkeypatch.setattr(devices, "PROBE_TORCH", "raise ImportError('libcudart.so.12: cannot open')")
+    (finding,) = devices.torch(Plan(Config(), caller=Caller.DOCTOR))
+    assert finding.severity is Severity.ERROR and "libcudart.so.12" in finding.found and "install it again" in finding.remedy
 
 
 def test_a_server_is_found_by_its_variable_with_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,20 +89,20 @@ def test_a_server_is_found_by_its_variable_with_its_version(tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)  # where `make engines` has brought neither
     monkeypatch.setenv("MIDFLIGHT_VLLM_PYTHON", str(python))
     monkeypatch.setenv("MIDFLIGHT_SGLANG_PYTHON", str(python))
-    vllm, sglang = machine_checks.servers()
-    assert (vllm.mark, vllm.found) == (Severity.FINE, f"0.25.1 at {python}")
-    assert sglang.mark is Severity.NOTE and "which has no sglang" in sglang.found
+    vllm, sglang = engines.servers(Plan(Config()))
+    assert (vllm.severity, vllm.found) == (Severity.OK, f"0.25.1 at {python}")
+    assert sglang.severity is Severity.WARNING and "which has no sglang" in sglang.found
 
 
 def test_a_model_folder_is_looked_at_with_its_tokenizer_and_template(tmp_path: Path) -> None:
     found = looked(model(tmp_path / "model"))
-    assert all(finding.mark is Severity.FINE for finding in found.values()), found
+    assert all(finding.severity is Severity.OK for finding in found.values()), found
     assert "qwen3" in found["model"].found and "tokens" in found["chat template"].found
 
 
 def test_a_tokenizer_of_another_model_is_a_problem(tmp_path: Path) -> None:
     found = looked(model(tmp_path / "model", vocab_size=64))
-    assert found["tokenizer"].mark is Severity.WRONG and "give the model its own tokenizer" in found["tokenizer"].found
+    assert found["tokenizer"].severity is Severity.ERROR and "give the model its own tokenizer" in found["tokenizer"].found
 
 
 def test_a_model_without_template_and_one_whose_answers_never_end_are_noted(tmp_path: Path) -> None:
@@ -107,7 +111,7 @@ def test_a_model_without_template_and_one_whose_answers_never_end_are_noted(tmp_
     for path in without.glob("chat_template*"):
         path.unlink()
     (without / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": None}))
-    assert looked(without)["chat template"].mark is Severity.NOTE
+    assert looked(without)["chat template"].severity is Severity.WARNING
     endless = model(tmp_path / "endless")
     (endless / "tokenizer_config.json").write_text(
         json.dumps({**config, "chat_template": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"})
@@ -115,7 +119,7 @@ def test_a_model_without_template_and_one_whose_answers_never_end_are_noted(tmp_
     for path in endless.glob("chat_template*"):
         path.unlink()
     found = looked(endless)["end of an answer"]
-    assert found.mark is Severity.NOTE and "eos_token_id" in found.remedy
+    assert found.severity is Severity.WARNING and "eos_token_id" in found.remedy
 
 
 def test_what_is_neither_configuration_nor_model_is_refused_with_the_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from midflight.cli.dry_run import print_report
 from midflight.config import Config, load_config
 from midflight.config.dump import as_toml
 from midflight.errors import ModelNotFound, RunFailed
-from midflight.run.launcher.preflight import Findings
+from midflight.run.launcher.checks.check import Findings
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +73,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def sound(monkeypatch: pytest.MonkeyPatch) -> None:
     """What takes seconds finds nothing wrong."""
-    monkeypatch.setattr("midflight.cli.configurations.preflight", lambda config, **_: Findings())
+    monkeypatch.setattr("midflight.run.launcher.checks.table.trial", lambda plan, **_: list[object]())
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_train_hands_over_the_configuration_with_overrides_and_folder(launch: La
     Path("elsewhere/checkpoints/version-00000000").mkdir(parents=True)
     assert main(["train", DEMO, "--set", "run.steps=3", "--set", "rollout.max_staleness=2", "--folder", "elsewhere", "--resume"]) == 0
     name, _, kwargs = launch.calls[0]
-    assert (name, kwargs) == ("train", {"resume": True, "overwrite": False, "own_loss": None})
+    assert (name, kwargs) == ("train", {"resume": True, "overwrite": False, "found": Findings()})
     assert (launch.config.run.steps, launch.config.rollout.max_staleness, launch.config.run.folder) == (3, 2, Path("elsewhere"))
 
 
@@ -208,7 +208,7 @@ def test_a_server_without_its_interpreter_is_said_before_anything_starts(
 
 
 def test_a_control_token_reaches_whoever_guards_with_it(launch: Launch, model: Path, sound: None) -> None:
-    for words in (["serve", "--model", str(model)], ["engine", "--model", str(model)], ["rollouts", DEMO]):
+    for words in (["serve", "--model", str(model)], ["engine", "--model", str(model)], ["rollouts", DEMO, "--set", f"model.path={model}"]):
         assert main([*words, "--control-token", "chosen-by-the-user"]) == 0
         assert launch.calls[-1][0] == words[0] and launch.calls[-1][2]["token"] == "chosen-by-the-user"
 
@@ -227,15 +227,18 @@ def test_each_server_has_a_folder_of_its_own_unless_one_is_given(launch: Launch,
         assert launch.config.run.folder == Path(folder)
 
 
-def test_a_run_is_kept_whatever_is_typed_unless_its_end_is_said(launch: Launch, sound: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_kept_whatever_is_typed_unless_its_end_is_said(
+    launch: Launch, sound: None, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rollouts = ["rollouts", DEMO, "--set", f"model.path={model}"]
     version = Path("runs/demo/checkpoints/version-00000007")
     version.mkdir(parents=True)
-    for command in (["train", DEMO], ["rollouts", DEMO]):
+    for command in (["train", DEMO], rollouts):
         assert main(command) == 2
         assert "--overwrite" in capsys.readouterr().err
     assert main(["train", DEMO, "--resume", "--overwrite"]) == 2
     assert launch.calls == [] and version.is_dir()
-    assert main(["train", DEMO, "--overwrite"]) == main(["rollouts", DEMO, "--overwrite"]) == main(["train", DEMO, "--resume"]) == 0
+    assert main(["train", DEMO, "--overwrite"]) == main([*rollouts, "--overwrite"]) == main(["train", DEMO, "--resume"]) == 0
 
 
 def test_a_dry_run_with_overwrite_says_what_would_refuse_it(launch: Launch, sound: None, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.checks import found_in
 
 from midflight.cli.commands import main
 from midflight.cli.project import word_problems
 from midflight.config import load_config
-from midflight.run.launcher.preflight import Inspection
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +21,7 @@ def test_a_project_can_be_run_as_it_is(tmp_path: Path, monkeypatch: pytest.Monke
     assert f"cd {tmp_path}/mine && midflight train run.toml" in capsys.readouterr().out
     monkeypatch.chdir(tmp_path / "mine")
     monkeypatch.setattr(sys, "path", [str(tmp_path / "mine"), *sys.path])
-    found = Inspection(load_config("run.toml")).findings()
+    found = found_in(load_config("run.toml"))
     assert not found.problems and (found.sources[0].num_training, found.sources[0].num_heldout) == (160, 40)
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from midflight.cli import main
-from midflight.cli.configurations import check_folder, config_of_folder
+from midflight.cli.configurations import checked, config_of_folder
 from midflight.cli.put_back import put_back_at
 from midflight.config import load_config
+from midflight.run.launcher.checks import table
+from midflight.run.launcher.checks.check import Plan
 from midflight.run.launcher.folder import set_aside
 from midflight.run.launcher.folder_lock import hold_folder
 
@@ -84,7 +86,8 @@ def test_a_run_that_is_resumed_is_back_with_a_word_and_goes_on(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     left_aside(Path("run"))
-    check_folder(load_config(None, ["run.folder=run"]), resume=True, overwrite=False)
+    monkeypatch.setattr(table, "trial", lambda plan, **_: list[object]())
+    checked(Plan(load_config(None, ["run.folder=run"]), resume=True))
     said = capsys.readouterr().err
     assert "is back" in said and "--resume goes on with it" in said
     assert 'name = "old"' in Path("run/config.toml").read_text()

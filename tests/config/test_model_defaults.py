@@ -12,7 +12,7 @@ from tests.config.folders import folder_of_model
 from midflight.cli.dry_run import print_report
 from midflight.config import context, derived, load_config, model_defaults
 from midflight.config.model_defaults import copying_rate, learning_rate, max_tokens
-from midflight.run.launcher.preflight import Findings
+from midflight.run.launcher.checks.check import Findings
 
 LARGE = {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
 """134 million parameters with these, three heads of keys, and tied embeddings."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from midflight.cli import main
-from midflight.cli.configurations import config_of_folder, config_of_run
+from midflight.cli.configurations import config_of_file, config_of_folder
 from midflight.config import load_config
 from midflight.config.options import options, tables
 from midflight.config.replaced import REMOVED
@@ -84,7 +84,7 @@ def test_a_run_of_before_goes_on_from_the_configuration_in_its_folder(tmp_path: 
     with pytest.raises(ConfigError, match=r"rollout\.requeues \(value 1\) is gone"):
         load_config(path)
     config = load_config(Path("configs/demo.toml"), ["run.folder=runs/demo"])
-    for resumed in (config_of_run(path, [], None, stored=True), config_of_folder(tmp_path), Trainer(config=path).config):
+    for resumed in (config_of_file(path, [], None, stored=True), config_of_folder(tmp_path), Trainer(config=path).config):
         assert resumed.model_copy(update={"run": config.run}) == config
 
 
@@ -100,4 +100,4 @@ def test_a_run_that_had_set_one_of_them_is_refused_before_anything_is_touched(tm
 
 def test_an_override_of_a_resumed_run_is_refused_even_with_the_default(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--set rollout\.requeues: rollout\.requeues \(value 1\) is gone"):
-        config_of_run(stored_in(tmp_path), ["rollout.requeues=1"], None, stored=True)
+        config_of_file(stored_in(tmp_path), ["rollout.requeues=1"], None, stored=True)

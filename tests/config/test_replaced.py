@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from midflight.archive.conversation import config_of
-from midflight.cli.configurations import config_of_folder, config_of_run, is_stored
+from midflight.cli.configurations import config_of_file, config_of_folder, is_stored
 from midflight.config import load_config
 from midflight.config.dump import as_toml
 from midflight.config.options import option_at
@@ -46,26 +46,26 @@ def test_a_new_configuration_is_refused_with_what_to_write_instead(tmp_path: Pat
 
 def test_a_run_that_was_begun_with_one_goes_on_with_its_replacement_and_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = stored(tmp_path, "file")
-    assert config_of_run(path, [], None, stored=True).weights.transport == "shared_memory"
+    assert config_of_file(path, [], None, stored=True).weights.transport == "shared_memory"
     assert config_of_folder(tmp_path).weights.transport == "shared_memory"
     assert capsys.readouterr().err == 2 * 'midflight: weights.transport was "file", which is gone; it is read as "auto".\n'
     path = stored(tmp_path, "collective")
-    assert config_of_run(path, [], None, stored=True).weights.transport == "pull"
+    assert config_of_file(path, [], None, stored=True).weights.transport == "pull"
     assert 'weights.transport was "collective", which is gone; it is read as "pull".' in capsys.readouterr().err
     with pytest.raises(ConfigError, match='"collective" is gone'):
-        config_of_run(path, [], None)
+        config_of_file(path, [], None)
 
 
 def test_a_run_over_machines_that_shared_a_folder_goes_on_by_pull(tmp_path: Path) -> None:
     path = stored(tmp_path, "file", RAY)
-    assert config_of_run(path, [], None, stored=True).weights.transport == "pull"
+    assert config_of_file(path, [], None, stored=True).weights.transport == "pull"
 
 
 def test_what_is_said_for_a_resumed_run_is_new(tmp_path: Path) -> None:
     path = stored(tmp_path, "file")
-    assert config_of_run(path, ["weights.transport=pull"], None, stored=True).weights.transport == "pull"
+    assert config_of_file(path, ["weights.transport=pull"], None, stored=True).weights.transport == "pull"
     with pytest.raises(ConfigError, match=r'--set weights\.transport: .* = "collective" is gone'):
-        config_of_run(path, ["weights.transport=collective"], None, stored=True)
+        config_of_file(path, ["weights.transport=collective"], None, stored=True)
 
 
 def test_what_such_a_run_left_is_read_as_before(tmp_path: Path) -> None:

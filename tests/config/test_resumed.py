@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from midflight.config import load_config
-from midflight.config.model_checks import check_same_model
 from midflight.config.sections import Config
 from midflight.errors import ConfigError
 from midflight.models.adapters import FOLDER
 from midflight.models.load import load_model
 from midflight.models.lora import add_adapters, lora_config, save_adapters
+from midflight.run.launcher.checks.model import check_same_model
 from midflight.run.trainer.trainer_process import first_model
 
 SMALL = ("model.hidden_size=32", "model.intermediate_size=64", "model.num_layers=1", "model.num_heads=2", "model.num_kv_heads=1")

@@ -11,9 +11,9 @@ import pytest
 from midflight.config import load_config
 from midflight.config.derived import computing_threads, model_sizes, num_engines, placement
 from midflight.config.memory import memory_estimate
-from midflight.config.model_checks import check_teacher
 from midflight.config.sections import Config
 from midflight.errors import ConfigError
+from midflight.run.launcher.checks.model import check_teacher
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 
 Folder = Callable[..., Path]

@@ -20,7 +20,7 @@ from midflight.engines.embedded.products import PackedProduct, PlainProduct
 from midflight.models.names import as_tensors, assign, named_tensors, put_together, side_by_side
 from midflight.models.plain import is_plain
 from midflight.models.proof import Way
-from midflight.run.launcher.proofs import proofs
+from midflight.run.launcher.checks.proofs import proofs
 from midflight.types import TensorSpec
 
 REQUESTS = [ask("a", request_id="0", max_tokens=20), *(ask("the same prompt", request_id=f"{1 + i}", seed=i) for i in range(3))]

@@ -11,10 +11,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from tests.checks import found_in
 
 from midflight.config import load_config
 from midflight.environments.agent_program import AgentProgram
-from midflight.run.launcher.preflight import Inspection
 
 from .blocks import DATA, PAGES, PROGRAMS, ROOT, SHOWN, Block, all_blocks, blocks_of, lacks
 
@@ -97,7 +97,7 @@ def test_every_configuration_of_the_pages_can_be_run(block: Block, folder: Path)
     if "sandbox" in given and shutil.which("bwrap") is None:
         pytest.skip("no bubblewrap")
     if "sources" in given:
-        assert Inspection(config).findings().problems == ()
+        assert found_in(config).problems == ()
     elif given:
         AgentProgram(config.environment)
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from tests.checks import found_in
 
 from midflight.config import load_config
-from midflight.run.launcher.preflight import Findings, Inspection
+from midflight.run.launcher.checks.check import Findings
 
 from .blocks import ROOT, blocks_of
 
@@ -31,7 +32,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def tried(folder: Path, text: str) -> Findings:
     (folder / "run.toml").write_text(text)
-    return Inspection(load_config(folder / "run.toml")).findings()
+    return found_in(load_config(folder / "run.toml"))
 
 
 def test_the_first_one_is_short_and_makes_the_prompts_that_it_says(files: Path) -> None:

@@ -40,7 +40,7 @@ PRELOADED = (
     "midflight.observe.plot",
     "midflight.run.engine.engine_process",
     "midflight.run.launcher.launch",
-    "midflight.run.launcher.preflight",
+    "midflight.run.launcher.checks.preflight",
     "midflight.run.rollout.rollout_process",
     "midflight.run.trainer.trainer_process",
     "midflight.run.worker.worker_process",

@@ -25,11 +25,12 @@ PROMPT = ("chrt", "--other", "0", "nice", "-n", "-10")
 """Ray's daemons give up, or give each other up, where they are not run for some seconds: on a busy machine they go first."""
 CHECK = """
 import sys
-from midflight.cli.configurations import check_places
 from midflight.config.load import load_config
 from midflight.errors import MidflightError
+from midflight.run.launcher.checks.check import Plan
+from midflight.run.launcher.checks.cluster import cluster
 try:
-    check_places(load_config(None, sys.argv[1:]))
+    cluster(Plan(load_config(None, sys.argv[1:])))
 except MidflightError as error:
     print(error)
     sys.exit(2)

@@ -17,9 +17,9 @@ import pytest
 from midflight.config.load import load_config
 from midflight.config.sections import Config
 from midflight.errors import ConfigError
-from midflight.run.places import checks
+from midflight.run.launcher.checks import cluster as checks
+from midflight.run.launcher.checks.cluster import check_cluster
 from midflight.run.places.actor import MONITOR_VARIABLE, MachineGreeting, PlaceActor
-from midflight.run.places.checks import check_cluster
 from midflight.run.places.cluster import Machine
 from midflight.run.places.ray import connect
 from midflight.testing.virtual_time import run_virtual

@@ -10,9 +10,9 @@ import pytest
 from midflight.cli import main
 from midflight.config import load_config
 from midflight.errors import ConfigError
-from midflight.run.places import fit
+from midflight.run.launcher.checks import fit
+from midflight.run.launcher.checks.fit import Hardware, hardware_of, memory_note, memory_words, misfits
 from midflight.run.places.cluster import Machine
-from midflight.run.places.fit import Hardware, hardware_of, memory_note, memory_words, misfits
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.toml"
 SMALL = Hardware("this machine", cores=2, memory_bytes=8 * 2**30, most_cores=2)

@@ -14,8 +14,8 @@ import pytest
 from midflight.config import Config, load_config
 from midflight.errors import ConfigError
 from midflight.run.launcher import folder_lock as holders
+from midflight.run.launcher.checks.folder import check_run_folder
 from midflight.run.launcher.folder import clear, kept, prepare
-from midflight.run.launcher.folder_checks import check_run_folder
 from midflight.run.launcher.folder_lock import hold_folder
 
 HOLDING = """

@@ -17,7 +17,9 @@ from tests.run.test_trainer_routes import one_batch
 from midflight.config import load_config
 from midflight.errors import ConfigError
 from midflight.run.api.batch_lists import batch_as_lists
-from midflight.run.launcher.launch import rollouts
+from midflight.run.launcher.checks.check import Plan
+from midflight.run.launcher.checks.table import checked
+from midflight.run.parts import Purpose
 from midflight.trajectories.packing import to_bytes
 
 PAGE = Path(__file__).parents[2] / "docs" / "foreign-trainers.md"
@@ -71,5 +73,5 @@ def test_the_page_shows_the_fields_that_the_lists_have() -> None:
 def test_a_run_whose_every_turn_is_truncated_is_refused_for_a_trainer_that_does_not_read_what_was_kept(tmp_path: Path) -> None:
     config = load_config(None, [f"run.folder={tmp_path / 'run'}", "environment.top_p=0.9"])
     with pytest.raises(ConfigError, match=r"Set correction\.sampling_masks = true if yours does"):
-        rollouts(config, token=None)
+        checked(Plan(config, purpose=Purpose.ROLLOUTS))
     assert not (tmp_path / "run").exists()

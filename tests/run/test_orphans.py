@@ -76,9 +76,10 @@ signal.pause()
 
 TRIAL = """
 import sys
-from midflight.cli.configurations import preflight
 from midflight.config.load import load_config
-preflight(load_config(None, ["environment.entry=hangs:solve"]))
+from midflight.run.launcher.checks.check import Plan
+from midflight.run.launcher.checks.table import trial
+trial(Plan(load_config(None, ["environment.entry=hangs:solve"])))
 """
 HANGS = """
 import socket

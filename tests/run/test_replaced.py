@@ -21,8 +21,8 @@ from midflight.observe.atomic_write import write_whole
 from midflight.observe.lines import StepLine
 from midflight.observe.status import Totals
 from midflight.run.launcher import folder_lock, replaced_files
+from midflight.run.launcher.checks.folder import check_run_folder
 from midflight.run.launcher.folder import put_back, set_aside
-from midflight.run.launcher.folder_checks import check_run_folder
 from midflight.run.launcher.replaced_run import ReplacedRun
 from midflight.trajectories.pairs import store_path
 

@@ -52,7 +52,7 @@ def proven(name: str) -> list[Proof]:
     logging.disable(logging.WARNING)
     from tests.models.zoo import tiny
 
-    from midflight.run.launcher.proofs import proofs
+    from midflight.run.launcher.checks.proofs import proofs
 
     try:
         return proofs(tiny(name), max_context=MAX_CONTEXT)

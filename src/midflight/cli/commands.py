@@ -90,50 +90,29 @@ def train(
     """Trains a model: engines generate while the trainer takes steps."""
     from midflight.cli import configurations
     from midflight.cli.put_back import put_back_at
+    from midflight.run.launcher.checks.check import Caller, Plan
 
     put_back_at(config, resume=resume)
-    checked_config = configurations.config_of_run(
-        config, [*(overrides or []), *_observed(log_format, samples=samples)], folder, stored=resume
+    plan = Plan(
+        configurations.config_of_file(
+            config,
+            [*(overrides or []), *_observed(log_format, samples=samples)],
+            folder,
+            stored=resume,
+        ),
+        caller=Caller.DRY_RUN if dry_run else Caller.START,
+        resume=resume,
+        overwrite=overwrite,
     )
-    configurations.check_engine(checked_config)
-    configurations.check_sizes(checked_config)
-    if dry_run and not overwrite:
-        put_back_at(Path(checked_config.run.folder))
-    else:
-        configurations.check_folder(checked_config, resume=resume, overwrite=overwrite)
     if dry_run:
-        _dry_run(checked_config)
-        return 0
-    findings = configurations.preflight(checked_config, meanwhile=lambda: _begin(checked_config))
-    configurations.check_places(checked_config)
-    from midflight.observe.logs import json_line
+        from midflight.cli.dry_run import print_report
 
-    for note in findings.notes:
-        text = f"note: {note}"
-        if checked_config.observe.log_format == "json":
-            text = json_line("launcher", text)
-        typer.echo(text)
+        print_report(plan.config, configurations.checked(plan))
+        return 0
+    findings = configurations.checked(plan, meanwhile=lambda: _begin(plan.config))
     from midflight.run.launcher import launch
 
-    return launch.train(
-        checked_config, resume=resume, overwrite=overwrite, own_loss=findings.own_loss
-    )
-
-
-def _dry_run(config: "Config") -> None:
-    from midflight.cli import configurations
-
-    findings = configurations.preflight(config)
-    configurations.check_places(config)
-    from midflight.cli.dry_run import print_report
-
-    path = config.model.path
-    proofs: list[tuple[bool, str]] = []
-    if path is not None:
-        proofs = configurations.proofs(
-            path, config.model.max_context, stall_seconds=config.run.stall_seconds
-        )
-    print_report(config, findings, proofs=proofs)
+    return launch.train(plan.config, resume=resume, overwrite=overwrite, found=findings)
 
 
 @app.command()
@@ -151,19 +130,19 @@ def rollouts(
     """
     from midflight.cli import configurations
     from midflight.cli.put_back import put_back_at
+    from midflight.run.launcher.checks.check import Plan
+    from midflight.run.parts import Purpose
 
     put_back_at(config)
-    checked_config = configurations.config_of_run(
-        config, [*(overrides or []), *_observed(log_format)], folder
+    plan = Plan(
+        configurations.config_of_file(config, [*(overrides or []), *_observed(log_format)], folder),
+        purpose=Purpose.ROLLOUTS,
+        overwrite=overwrite,
     )
-    configurations.check_engine(checked_config)
-    configurations.check_sizes(checked_config, trains=False)
-    configurations.check_folder(checked_config, overwrite=overwrite, trains=False)
-    configurations.preflight(checked_config, meanwhile=lambda: _begin(checked_config))
-    configurations.check_places(checked_config)
+    findings = configurations.checked(plan, meanwhile=lambda: _begin(plan.config))
     from midflight.run.launcher import launch
 
-    return launch.rollouts(checked_config, overwrite=overwrite, token=control_token)
+    return launch.rollouts(plan.config, overwrite=overwrite, found=findings, token=control_token)
 
 
 @app.command()
@@ -204,9 +183,6 @@ def serve(
     config = configurations.config_of_model(
         model, given, [*(overrides or []), *_observed(log_format)]
     )
-    configurations.check_engine(config)
-    configurations.check_sizes(config, trains=False)
-    configurations.check_places(config)
     from midflight.run.launcher import launch
 
     return launch.serve(config, token=control_token)
@@ -233,8 +209,6 @@ def engine(
     urls = [] if engine_url is None else [engine_url]
     given = _given(max_running, max_context, device, name, kind, urls)
     config = configurations.config_of_model(model, given, overrides or [])
-    configurations.check_engine(config)
-    configurations.check_sizes(config, trains=False)
     from midflight.run.launcher import launch
 
     return launch.engine(config, host=host, port=port, token=control_token)
@@ -296,9 +270,6 @@ def evaluate(
 
     model = model_folder(model)
     checked_config = configurations.config_of_evaluation(config, overrides or [], folder, model)
-    configurations.check_engine(checked_config)
-    configurations.check_sizes(checked_config, trains=False)
-    configurations.check_places(checked_config)
     from midflight.run.launcher import launch
 
     return launch.evaluate(checked_config, model)
@@ -336,7 +307,7 @@ def new_model(
     from midflight.cli import configurations
 
     config = configurations.config_of_file(None, overrides or [], None)
-    configurations.check_sizes(config, trains=False)
+    configurations.check_served(config)
     configurations.check_new(folder)
     from midflight.run.launcher import launch
 
@@ -359,9 +330,12 @@ def check_model(
     """Says whether trainer, embedded engine and export compute what the model computes: right,
     right but slower, or refused and why.
     """
-    from midflight.cli import configurations
+    from midflight.cli.put_back import put_back_at
+    from midflight.models.gguf_folders import model_folder
+    from midflight.run.launcher.checks.model import prove
 
-    found = configurations.proofs(folder, max_context)
+    put_back_at(folder)
+    found = prove(model_folder(folder), max_context)
     for _, line in found:
         typer.echo(line)
     are_right = all(right for right, _ in found)

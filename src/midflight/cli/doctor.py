@@ -1,4 +1,4 @@
-"""`midflight doctor`: the findings of `machine_checks`, as a table."""
+"""`midflight doctor`: the findings of all checks before a run, as a table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from midflight.cli.options import Debug
 
 if TYPE_CHECKING:
-    from midflight.cli.machine_checks import Finding
+    from midflight.run.launcher.checks.check import Finding
 
 
 def doctor(
@@ -30,14 +30,15 @@ def doctor(
     """Looks at machine, engines, packages, limits, and a configuration or model: what there is,
     what is wrong, what to do about it.
     """
-    from midflight.cli.machine_checks import Severity, examine
+    from midflight.cli.examine import examine
     from midflight.cli.put_back import put_back_at
+    from midflight.run.launcher.checks.check import Severity
 
     if asked is not None:
         put_back_at(asked)
-    found = list(examine(asked, overrides or []))
+    found = examine(asked, overrides or [])
     _show(found)
-    wrong = sum(finding.mark is Severity.WRONG for finding in found)
+    wrong = sum(finding.severity is Severity.ERROR for finding in found)
     if not wrong:
         typer.echo("a run can work here")
         return 0
@@ -55,10 +56,9 @@ def _show(found: Sequence[Finding]) -> None:
         drawn.add_column(overflow="fold")
     styles = {"ok": "green", "note": "yellow", "problem": "bold red"}
     for finding in found:
+        mark = finding.severity.value
         said = text.Text(finding.found)
         if finding.remedy:
-            said.append(f"\n→ {finding.remedy}", style="dim" if finding.mark.value == "ok" else "")
-        drawn.add_row(
-            text.Text(finding.mark.value, styles[finding.mark.value]), text.Text(finding.what), said
-        )
+            said.append(f"\n→ {finding.remedy}", style="dim" if mark == "ok" else "")
+        drawn.add_row(text.Text(mark, styles[mark]), text.Text(finding.what), said)
     console.Console().print(drawn)

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Sequence
 from itertools import groupby
-from pathlib import Path
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -18,36 +17,26 @@ from midflight.config.knobs import admission_limit, knobs
 from midflight.config.loss_text import effective_loss
 from midflight.config.memory import memory_estimate, total_bytes
 from midflight.config.model_defaults import shown_derived
-from midflight.config.notes import notes
 from midflight.config.seats import device_map
 from midflight.config.transport import chosen_transport, version_bytes
 from midflight.observe.readable import size
 from midflight.run.launcher import opening
-from midflight.run.launcher.folder import kept
-from midflight.run.launcher.preflight import Findings, SamplePrompt
-from midflight.run.launcher.survey import QUANTILES, SourceFindings
-from midflight.run.places.fit import memory_note, this_hardware
+from midflight.run.launcher.checks.check import Findings, SamplePrompt, Severity, SourceFindings
+from midflight.run.launcher.checks.tasks import QUANTILES, longest_prompt
 
 SHOWN_TOKENS = 100
 
 
-def print_report(
-    config: Config,
-    findings: Findings,
-    console: Console | None = None,
-    *,
-    proofs: Sequence[tuple[bool, str]] = (),
-) -> None:
-    """Prints the report. `proofs` are lines on the results of trainer, engine and export for the
-    model, each with whether it is right.
-    """
+def print_report(config: Config, findings: Findings, console: Console | None = None) -> None:
+    """Prints the report, and then the results of trainer, engine and export for the model."""
     shown = console or Console()
-    shown.print(report(config, findings, cores=os.cpu_count() or 1), highlight=False)
-    for right, line in proofs:
-        shown.print(Text(f"model, {line}", style="" if right else "yellow"), highlight=False)
+    shown.print(report(config, findings), highlight=False)
+    for finding in findings.found:
+        if finding.what == "proofs" and finding.severity is Severity.OK:
+            shown.print(Text(finding.found), highlight=False)
 
 
-def report(config: Config, findings: Findings, *, cores: int) -> RenderableType:
+def report(config: Config, findings: Findings) -> RenderableType:
     """Tables of run, tasks, first prompt, knobs, batch and staleness, loss, placement, GPUs and
     memory, and then notes.
     """
@@ -64,28 +53,10 @@ def report(config: Config, findings: Findings, *, cores: int) -> RenderableType:
         *_devices(config, num_present(os.environ) or None),
         _memory(config, longest_prompt(findings.sources)),
     ]
-    remarks = _remarks(config, findings, cores=cores)
+    remarks = [*opening.remarks(config), *findings.notes]
     if remarks:
         parts.append(Text("\n".join(f"note: {remark}" for remark in remarks), style="yellow"))
     return Group(*parts)
-
-
-def _remarks(config: Config, findings: Findings, *, cores: int) -> list[str]:
-    longest = longest_prompt(findings.sources)
-    remarks = [*notes(config)]
-    core_note = derived.core_note(config, cores)
-    if core_note:
-        remarks.append(core_note)
-    memory = memory_note(config, this_hardware(), longest_prompt=longest)
-    if memory:
-        remarks.append(memory)
-    remarks += findings.notes
-    found = kept(Path(config.run.folder))
-    if found is not None:
-        remarks.append(
-            f"{config.run.folder} holds {found}: a run into it needs --resume or --overwrite."
-        )
-    return remarks
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -225,13 +196,6 @@ def _devices(config: Config, number: int | None) -> list[Table]:
             part.who,
         )
     return [table]
-
-
-def longest_prompt(sources: Sequence[SourceFindings]) -> int | None:
-    """Tokens of the longest prompt that was measured, or None if one source was not looked at."""
-    if not sources or not all(source.lengths for source in sources):
-        return None
-    return max(source.lengths[-1] for source in sources)
 
 
 def _memory(config: Config, longest: int | None) -> Table:

@@ -16,10 +16,10 @@ from midflight.cli.project import ENVIRONMENT, REWARDS, TEST, WHOLE, word_proble
 from midflight.config import Config, load_config
 from midflight.config.cores import own_cores
 from midflight.config.derived import machine_bytes
-from midflight.config.model_checks import check_tokenizer
 from midflight.errors import ConfigError
 from midflight.models.gguf_folders import model_folder
 from midflight.models.sizes import sizes_of
+from midflight.models.tokenizers import check_tokenizer
 from midflight.observe.readable import size
 from midflight.run.launcher.measurements import ModelMeasurements
 

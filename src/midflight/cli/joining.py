@@ -106,8 +106,6 @@ def join(
     own = {} if config is None else configurations.engine_options(config)
     options = {**own, **needs.settings, **given}
     made = configurations.config_of_model(_model(model, needs.model_path), options, overrides or [])
-    configurations.check_engine(made)
-    configurations.check_sizes(made, trains=False)
     return joining.run(
         made,
         door,

@@ -36,11 +36,11 @@ from transformers import (
 )
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-from midflight.config.model_checks import check_tokenizer
 from midflight.errors import MidflightError, ModelNotFound, disk_full
 from midflight.models.atomic import check_room
 from midflight.models.gguf_folders import GgufContents
 from midflight.models.load import check_folder, save_model
+from midflight.models.tokenizers import check_tokenizer
 
 Metadata = Mapping[str, Any]
 

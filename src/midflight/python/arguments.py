@@ -14,10 +14,10 @@ import msgspec
 from midflight import given
 from midflight.config import Config, load_config
 from midflight.config.derived import model_sizes
-from midflight.config.model_checks import check_teacher
 from midflight.entries import ENTRY
 from midflight.environments.rows import plain
 from midflight.errors import ConfigError
+from midflight.run.launcher.checks.model import check_teacher
 from midflight.run.launcher.folder import ROWS, is_stored
 from midflight.run.launcher.trial import to_terminal
 

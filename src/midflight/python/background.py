@@ -11,6 +11,7 @@ from midflight.observe.status import Status
 from midflight.observe.summary import Summary
 from midflight.python.run_folder import JournalLines
 from midflight.run.launcher import launch
+from midflight.run.launcher.checks.check import Findings
 from midflight.run.launcher.program import Program
 from midflight.run.launcher.shutdown import LOOK_SECONDS
 from midflight.run.parts import Message, Progress
@@ -31,10 +32,10 @@ class BackgroundRun:
         *,
         resume: bool,
         overwrite: bool,
-        own_loss: str | None,
+        found: Findings,
     ) -> None:
         self._config = config
-        self._own_loss = own_loss
+        self._found = found
         self._resume = resume
         self._overwrite = overwrite
         self._program = program
@@ -97,7 +98,7 @@ class BackgroundRun:
                 self._config,
                 resume=self._resume,
                 overwrite=self._overwrite,
-                own_loss=self._own_loss,
+                found=self._found,
                 program=self._program,
             )
         except BaseException as error:

@@ -40,6 +40,7 @@ from midflight.python.background import BackgroundRun
 from midflight.python.callbacks import Callbacks
 from midflight.python.run_folder import JournalLines, RolloutRecord, rollouts_of
 from midflight.run.launcher import launch
+from midflight.run.launcher.checks.check import Plan
 from midflight.run.launcher.program import Program
 from midflight.run.launcher.shutdown import LOOK_SECONDS
 from midflight.run.parts import Message, Progress
@@ -170,28 +171,19 @@ class Trainer:
             )
         resume = self._resume if resume is None else resume
         overwrite = self._overwrite if overwrite is None else overwrite
-        configurations.check_engine(self.config)
-        configurations.check_sizes(self.config)
-        with _in_words_of_python():
-            configurations.check_folder(
-                self.config,
-                resume=resume,
-                overwrite=overwrite,
-                gives_rows=self._asked.rows is not None,
-            )
         shown = console(shown=self._progress)
-        found = configurations.preflight(
+        plan = Plan(
             self._asked.tried,
+            resume=resume,
+            overwrite=overwrite,
             objects=self._asked.objects,
-            meanwhile=lambda: launch.begin(self.config, shown),
         )
-        configurations.check_places(self.config)
-        for note in found.notes:
-            shown.print(f"note: {note}", highlight=False, markup=False)
+        with _in_words_of_python():
+            found = configurations.checked(plan, meanwhile=lambda: launch.begin(self.config, shown))
         rows = self._asked.rows
         program = Program(self._asked.objects, None if rows is None else rows.path, shown)
         self._under_way = BackgroundRun(
-            self.config, program, resume=resume, overwrite=overwrite, own_loss=found.own_loss
+            self.config, program, resume=resume, overwrite=overwrite, found=found
         )
         self._lines = self._under_way.lines(since_start=True)
         self._listener = None

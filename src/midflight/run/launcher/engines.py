@@ -177,7 +177,7 @@ class Engines:
         what helps.
         """
         # it knows clusters, which few runs need
-        from midflight.run.places.fit import memory_words, this_hardware
+        from midflight.run.launcher.checks.fit import memory_words, this_hardware
 
         trains = self._context.purpose is Purpose.TRAIN
         return memory_words(self._config, this_hardware(), trains=trains)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from midflight.config import derived
 from midflight.config.sections import Config
 from midflight.errors import ConfigError
 from midflight.observe.readable import heldout
@@ -18,8 +17,9 @@ from midflight.observe.summary_table import summary_table
 from midflight.observe.terminal import Terminal
 from midflight.run.endpoint import ControlToken, control_token
 from midflight.run.launcher import opening
+from midflight.run.launcher.checks.check import Findings
+from midflight.run.launcher.checks.folder import check_run_folder
 from midflight.run.launcher.folder import CONFIG, ROWS, kept, prepare, set_aside
-from midflight.run.launcher.folder_checks import check_run_folder
 from midflight.run.launcher.folder_lock import hold_folder
 from midflight.run.launcher.program import Program
 from midflight.run.launcher.replaced_files import is_aside
@@ -68,13 +68,13 @@ def train(
     *,
     resume: bool = False,
     overwrite: bool = False,
-    own_loss: str | None = None,
+    found: Findings = Findings(),
     program: Program | None = None,
 ) -> int:
     """Trains a model. Ctrl-C ends it within five seconds, with everything written and nothing left
     running; `--resume` goes on from there.
 
-    It works in any thread, and in a notebook. `own_loss` is the description of the user's own loss.
+    It works in any thread, and in a notebook. `found` is what the checks have found.
     """
     program = program or Program()
     folder = Path(config.run.folder)
@@ -90,13 +90,14 @@ def train(
         _begin_in(folder, config, resume=resume, say=terminal.say)
         if program.rows is not None:
             shutil.copyfile(program.rows, folder / ROWS)
-        terminal.say(opening.training(config, own_loss=own_loss))
+        terminal.say(opening.training(config, own_loss=found.own_loss))
+        _say_notes(terminal, found)
         run = Run(
             config,
             terminal,
             token,
             lock,
-            loss=opening.loss_lines(config, own_loss),
+            loss=opening.loss_lines(config, found.own_loss),
             program=program,
         )
         warn(terminal, config, anonymous=False)
@@ -116,33 +117,20 @@ def train(
     return status
 
 
-def rollouts(config: Config, *, overwrite: bool = False, token: str | None) -> int:
+def rollouts(
+    config: Config, *, overwrite: bool = False, found: Findings = Findings(), token: str | None
+) -> int:
     """Runs engines, gateway and rollouts for the user's own trainer, until that has finished, or
     until Ctrl-C.
     """
-    if config.environment.sampling.truncates_the_policy and not derived.trains_truncated(
-        config, trainer_is_ours=False
-    ):
-        raise ConfigError(
-            "environment.top_p, top_k and min_p leave nothing to train for a trainer that does "
-            "not read `kept`. Set correction.sampling_masks = true if yours does, or remove them."
-        )
-    if config.engine.lend:
-        raise ConfigError(
-            "engine.lend lends what our trainer computes on, and here another trains. Remove it, "
-            "or raise engine.count."
-        )
-    model = _model(
-        config.model.path,
-        "set model.path to a Hugging Face model folder; `midflight new-model DIR` makes one to try "
-        "with",
-    )
+    model = _model(config.model.path)
     chosen = control_token(token)
     folder = Path(config.run.folder)
     with Terminal(as_json=as_json(config)) as terminal, hold_folder(folder, terminal.say) as lock:
         check_run_folder(config, resume=False, overwrite=overwrite, trains=False)
         _begin_in(folder, config, resume=False, say=terminal.say)
         terminal.say(opening.rolling_out(config))
+        _say_notes(terminal, found)
         run = Run(config, terminal, chosen, lock)
         warn(terminal, config, anonymous=False)
 
@@ -158,6 +146,11 @@ def rollouts(config: Config, *, overwrite: bool = False, token: str | None) -> i
             summary = run.conclude(finished=status == 0)
         terminal.say(summary_table(summary, run.status))
     return status
+
+
+def _say_notes(terminal: Terminal, found: Findings) -> None:
+    for note in found.notes:
+        terminal.say(f"note: {note}")
 
 
 def announce(terminal: Terminal, address: str, token: ControlToken) -> None:
@@ -239,11 +232,9 @@ def evaluate(config: Config, model: Path, *, program: Program | None = None) -> 
     return status
 
 
-def _model(
-    folder: Path | None, remedy: str = "pass --model DIR, a Hugging Face model folder"
-) -> ModelReady:
+def _model(folder: Path | None) -> ModelReady:
     if folder is None:
-        raise ConfigError(f"no model was given: {remedy}.")
+        raise ConfigError("no model was given: pass --model DIR, a Hugging Face model folder.")
     return ModelReady(str(folder.resolve()), 0)
 
 

@@ -18,13 +18,13 @@ import msgspec
 import numpy as np
 import torch
 
-from midflight.config.model_checks import check_tokenizer
 from midflight.config.sections import Config
 from midflight.engines.embedded.engine import EmbeddedEngine, Generated
 from midflight.environments.sources import Source, load_sources
 from midflight.errors import ConfigError, EnvironmentFailed, MidflightError
 from midflight.models.load import load_model
 from midflight.models.sizes import sizes_of
+from midflight.models.tokenizers import check_tokenizer
 from midflight.rewards import exact_match, number_match
 from midflight.run.launcher.drawing_time import with_few
 from midflight.run.launcher.measurements import ENDED_SHARE, WIDTHS, ModelMeasurements

@@ -19,8 +19,11 @@ from dataclasses import dataclass
 
 import msgspec
 
+from midflight.config.sections import RunSection
+from midflight.errors import ConfigError
 from midflight.observe.activity import ProcessActivity
 from midflight.observe.readable import duration
+from midflight.run.endpoint import TOKEN_VARIABLE
 from midflight.run.orphan_guard import guarded
 from midflight.run.places.port import STACKS_SIGNAL
 from midflight.run.places.process import without_access
@@ -38,6 +41,8 @@ _LIBRARIES = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platli
 OF_OTHERS = tuple(f'File "{place}' for place in ("<", *_LIBRARIES))
 """Frames that begin so belong to libraries. The user's own frames, which called them, say more."""
 LAST_LINES = 5
+STALL_SECONDS = RunSection().stall_seconds
+"""The seconds after which a trial counts as hung where there is no configuration."""
 
 
 class TrialFailed(Exception):
@@ -99,6 +104,27 @@ def answer_of(
     if process.returncode != 0:
         raise TrialFailed(f"ended with status {process.returncode}.{_end(errors)}")
     return (out.splitlines() or [b""])[-1]
+
+
+def module_answer(
+    module: str,
+    patience: TrialWait,
+    *words: str,
+    environ: Mapping[str, str] | None = None,
+    given: bytes = b"",
+    meanwhile: Callable[[], None] = lambda: None,
+) -> bytes:
+    """The answer of a module of the launcher. It gets this environment with `environ`, and neither
+    the control token nor a way to fetch models. Raises `ConfigError` if it gives no answer.
+    """
+    command = [sys.executable, "-m", f"midflight.run.launcher.{module}", *words]
+    fixed = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    whole = {**os.environ, **fixed, **(environ or {})}
+    whole.pop(TOKEN_VARIABLE, None)
+    try:
+        return answer_of(command, patience, given=given, environ=whole, meanwhile=meanwhile)
+    except TrialFailed as failed:
+        raise ConfigError(f"{patience.what} {failed}") from failed
 
 
 def _followed(process: subprocess.Popen[bytes], patience: TrialWait) -> tuple[bytes, bytes]:

@@ -28,9 +28,10 @@ from midflight.config.derived import (
 from midflight.config.memory import MemoryItem, memory_estimate, total_bytes
 from midflight.config.sections import Config
 from midflight.config.sources import DATASET_HELDOUT, DATASET_SIZE
-from midflight.errors import ModelNotFound
+from midflight.errors import ConfigError, ModelNotFound
 from midflight.models.sizes import ModelSizes
 from midflight.observe.readable import size
+from midflight.run.launcher.checks.check import Plan
 from midflight.run.places.cluster import Machine
 
 THREADS_PER_CORE = 32
@@ -65,6 +66,18 @@ def hardware_of(machines: Sequence[Machine]) -> Hardware:
     cores = [int(machine.resources.get("CPU", 0.0)) for machine in machines]
     memory = sum(machine.resources.get("memory", 0.0) for machine in machines)
     return Hardware("the cluster", sum(cores), int(memory), max(cores, default=0))
+
+
+def sizes(plan: Plan) -> None:
+    """Raises `ConfigError` unless the run fits this machine. On a cluster that runs already,
+    `cluster.check_cluster` looks at the machines.
+    """
+    config = plan.config
+    if config.cluster.kind != "local" and config.cluster.address != "start":
+        return
+    problems = list(misfits(config, this_hardware(), trains=plan.trains))
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def misfits(config: Config, hardware: Hardware, *, trains: bool = True) -> Iterator[str]:

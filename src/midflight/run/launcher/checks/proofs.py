@@ -1,7 +1,7 @@
 """Checks, before anything is started, that trainer, embedded engine and export compute the same as
 the model. `midflight check-model`, the dry run and docs/models.md show the proofs.
 
-    python -m midflight.run.launcher.proofs DIR MAX_CONTEXT      writes them as JSON
+    python -m midflight.run.launcher.checks.proofs DIR MAX_CONTEXT      writes them as JSON
 """
 
 import copy

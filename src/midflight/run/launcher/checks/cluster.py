@@ -19,9 +19,12 @@ import msgspec
 from midflight.config.seats import engine_seats, engines_min, seat_resources
 from midflight.config.sections import Config
 from midflight.errors import ConfigError
+from midflight.run.launcher.checks.check import Plan
+from midflight.run.launcher.checks.fit import hardware_of, misfits
+from midflight.run.launcher.shutdown import main_task
+from midflight.run.launcher.trial import to_terminal
 from midflight.run.places.actor import MONITOR_VARIABLE, MachineGreeting
 from midflight.run.places.cluster import Cluster, Machine, said_of, why_lost
-from midflight.run.places.fit import hardware_of, misfits
 from midflight.run.reminder import Reminder
 from midflight.version import __version__
 from midflight.wire.hosts import is_loopback
@@ -32,6 +35,19 @@ WHERE = "{where}"
 """Stands in a sentence for the machines of which it is true."""
 NOT_THERE = ("No module named 'midflight", "cannot import name")
 """Ray's messages for a machine whose Python does not have our package, or has an older one."""
+
+
+def cluster(plan: Plan) -> None:
+    """Raises `ConfigError` unless the run's places can be had. Every machine of a cluster is asked.
+    Nothing is started, and the cluster stays connected.
+    """
+    if plan.config.cluster.kind == "local":
+        return
+    from midflight.run.places.ray import connect
+
+    asked = check_cluster(connect(plan.config), plan.config, say=to_terminal)
+    if main_task(asked) != 0:
+        raise KeyboardInterrupt
 
 
 async def check_cluster(
