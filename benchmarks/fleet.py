@@ -31,7 +31,7 @@ from midflight.gateway.fleet.fleet import Fleet
 from midflight.testing.scripted import ScriptedEngine
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import PauseMode, WeightManifest
-from midflight.types.facts import unheard
+from midflight.types.facts import record_nothing
 from midflight.weights.handover import Handover
 
 TOKENS = 1000
@@ -62,7 +62,7 @@ def handover_of(fleet: Fleet, *, max_paused: int) -> Handover:
         pause_mode=PauseMode.RECOMPUTE,
         stage_seconds=600,
         commit_seconds=600,
-        record=unheard,
+        record=record_nothing,
         max_paused=max_paused,
     )
 

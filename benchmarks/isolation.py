@@ -45,7 +45,7 @@ from midflight.run.rollout.serving import Agents, Serving
 from midflight.testing.script import Script, scripted_tokenizer
 from midflight.testing.scripted import ScriptedEngine
 from midflight.types import GroupKey, RolloutKey, Task
-from midflight.types.facts import unheard
+from midflight.types.facts import record_nothing
 from midflight.wire.server import listen, serve_app
 
 SHARES = {"hang": 0.01, "raise": 0.01, "fork": 0.005, "leak": 0.005}
@@ -109,7 +109,12 @@ class Site:
             script=Script(mean_length=4), tokenizer=scripted_tokenizer(), step_seconds=0.02
         )
         serving = Serving(
-            config, scripted_tokenizer(), [engine], record=unheard, version=0, anonymous=False
+            config,
+            scripted_tokenizer(),
+            [engine],
+            record=record_nothing,
+            version=0,
+            anonymous=False,
         )
         pool = WorkerPool(serving.gateway, stall_seconds=config.run.stall_seconds, say=print)
         with listen("127.0.0.1", 0) as listener:
@@ -117,7 +122,7 @@ class Site:
             serving.gateway.address = url
             routes = WorkerRoutes(pool, token=self._token, control_token=self._token).routes()
             app = build_app(serving.gateway, serving.control, extra_routes=routes)
-            runner = Agents(config, serving, pool, unheard).runner(
+            runner = Agents(config, serving, pool, record_nothing).runner(
                 serving.gateway, TokenFates(), tracked=True
             )
             names = [f"worker{i}" for i in range(config.environment.workers or 1)]

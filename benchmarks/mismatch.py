@@ -83,9 +83,9 @@ from midflight.text.byte_tokenizer import VOCAB_SIZE
 from midflight.trainer.formulas.diagnostics import k1, k3
 from midflight.trainer.model.microbatch import Predictions, predictions_of, split
 from midflight.trainer.model.policy import Policy
-from midflight.trainer.model.scores import Kept, token_scores
+from midflight.trainer.model.scores import SamplingMasks, token_scores
 from midflight.types import GenerateRequest, PauseMode, UInt8, Version
-from midflight.types.kept import unpack_kept
+from midflight.types.sampling_masks import unpack_kept
 from midflight.weights.transports.select import publisher
 
 PROMPT_TOKENS = 64
@@ -438,12 +438,12 @@ def mask_cells(plain: SamplingBatch, hidden: Tensor, weight: Tensor, *, rounds: 
     found = sample(logits, wanting)
     records = [record or b"" for record in found.kept]
     lengths = np.array([len(record) for record in records])
-    kept = Kept(*unpack_kept(np.frombuffer(b"".join(records), np.uint8), lengths))
+    kept = SamplingMasks(*unpack_kept(np.frombuffer(b"".join(records), np.uint8), lengths))
     counts = np.diff(kept.offsets)
     targets = torch.from_numpy(found.token_ids)
     behaviour = torch.from_numpy(found.logprobs)
 
-    def difference(over: Kept | None) -> float:
+    def difference(over: SamplingMasks | None) -> float:
         """Computes scores and gradient over the sets, or over the whole vocabulary."""
         scores, _ = token_scores(hidden, weight, None, targets, temperature=1.0, kept=over)
         torch.autograd.backward(scores.sum())

@@ -40,9 +40,9 @@ from harness.runs import DEMO
 
 from midflight.config import Config, load_config
 from midflight.engines.remote import RemoteEngine
-from midflight.environments.agents import AgentHost, AgentsHere, SharedClients
+from midflight.environments.agents import AgentHost, LocalAgents, SharedClients
+from midflight.environments.result_checks import UnscoredRollout
 from midflight.environments.rollout import RolloutRunner
-from midflight.environments.scoring import Unjudged
 from midflight.environments.single_turn import LocalAnswers, answer
 from midflight.environments.sources import load_sources
 from midflight.gateway.answers.answer import Answer
@@ -78,7 +78,7 @@ from midflight.types import (
     Task,
     WeightManifest,
 )
-from midflight.types.facts import Stepped, unheard
+from midflight.types.facts import Stepped, record_nothing
 from midflight.wire.memory import MemoryTransport
 
 CHECKPOINT_EVERY = 20
@@ -198,7 +198,7 @@ class GatewayAlone:
         return 0.0
 
     async def judge(
-        self, task: Task, attempts: Sequence[Unjudged], *, name: str
+        self, task: Task, attempts: Sequence[UnscoredRollout], *, name: str
     ) -> Sequence[Result]:
         raise AssertionError("an answer's score is 0 here, and nothing is left to judge")
 
@@ -214,7 +214,7 @@ async def agent_hosts() -> AsyncGenerator[tuple[Gateway, dict[str, AgentHost]]]:
     gateway = Gateway(
         cast(Any, FixedGenerator()),
         scripted_tokenizer(),
-        unheard,
+        record_nothing,
         model="policy",
         limits=EngineLimits(max_context=256, vocab_size=262),
         anonymous=False,
@@ -224,7 +224,7 @@ async def agent_hosts() -> AsyncGenerator[tuple[Gateway, dict[str, AgentHost]]]:
     async with asyncio.TaskGroup() as requests:
         transport = MemoryTransport(app, requests)
         async with SharedClients(transport=transport) as clients:
-            sdk = AgentsHere(
+            sdk = LocalAgents(
                 answer, client_for=clients.client_for, plain_client_for=clients.plain_client_for
             )
             hosts: dict[str, AgentHost] = {
@@ -242,7 +242,7 @@ async def rollout_milliseconds(gateway: Gateway, host: AgentHost, *, number: int
         agents=host,
         sampling=SamplingParams(max_tokens=4),
         rollout_seconds=60,
-        record=unheard,
+        record=record_nothing,
         fates=TokenFates(),
     )
     task = Task("t", "s", {"question": "reverse hello", "answer": "olleh"})

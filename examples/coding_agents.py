@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from openai import AsyncOpenAI
 
-from midflight.environments.registry import environment
+from midflight.environments.agent_program import environment
 from midflight.errors import EnvironmentFailed
 from midflight.types import Task
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
-from midflight.environments.registry import environment
+from midflight.environments.agent_program import environment
 from midflight.environments.single_turn import text_field
 from midflight.types import Task
 

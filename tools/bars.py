@@ -32,6 +32,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import grimp
+
 CODE = re.compile(r"\bDECISIONS \d+|(?<![-\w])(?!F8|F16|F32|F64|U8)[PGSEWFTOUMA]\d{1,2}\b")
 """Not the names of tensors' types in safetensors, and no part of a longer name."""
 
@@ -97,27 +99,6 @@ class Module:
     def classes(self) -> set[str]:
         return {node.name for node in self.nodes if isinstance(node, ast.ClassDef)}
 
-    def imported(self, known: set[str]) -> set[str]:
-        """The modules of the tree that this one imports from."""
-        found: set[str] = set()
-        for node in self.nodes:
-            if isinstance(node, ast.Import):
-                found.update(alias.name for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):
-                origin = self._origin(node)
-                found.update(
-                    inner if (inner := f"{origin}.{alias.name}") in known else origin
-                    for alias in node.names
-                )
-        return found & known - {self.name}
-
-    def _origin(self, node: ast.ImportFrom) -> str:
-        if not node.level:
-            return node.module or ""
-        parts = self.name.split(".")
-        kept = parts[: len(parts) - node.level + self.is_package]
-        return ".".join([*kept, *filter(None, [node.module])])
-
     def codes(self) -> Iterator[str]:
         """What a reader would have to look up, each with its place."""
         texts = [(comment.start[0], comment.string) for comment in self.comments]
@@ -139,7 +120,7 @@ def rows(root: Path, *, journey: bool) -> list[Row]:
         Module(path, sources=root / "src")
         for path in sorted((root / "src" / "midflight").rglob("*.py"))
     ]
-    found = [*_size_rows(modules), _names_row(modules), _circles_row(modules), _codes_row(modules)]
+    found = [*_size_rows(modules), _names_row(modules), _circles_row(root), _codes_row(modules)]
     return found + _journey_rows(root) if journey else found
 
 
@@ -162,33 +143,15 @@ def _names_row(modules: list[Module]) -> Row:
     return Row("names with two meanings", len(twice), 3, twice)
 
 
-def _circles_row(modules: list[Module]) -> Row:
-    known = {module.name for module in modules}
-    circles = tuple(
-        " <-> ".join(circle)
-        for circle in _circles({module.name: module.imported(known) for module in modules})
-    )
-    return Row("import circles", len(circles), 0, circles)
-
-
-def _circles(arrows: dict[str, set[str]]) -> list[list[str]]:
-    """Sets of modules that all reach each other."""
-    reached = {start: _reached(start, arrows) for start in arrows}
-    rings = {
-        tuple(sorted(other for other in reached[start] if start in reached[other]))
-        for start in arrows
-    }
-    return [list(ring) for ring in sorted(rings) if ring]
-
-
-def _reached(start: str, arrows: dict[str, set[str]]) -> set[str]:
-    found: set[str] = set()
-    ahead = [start]
-    while ahead:
-        new = arrows[ahead.pop()] - found
-        found |= new
-        ahead += new
-    return found
+def _circles_row(root: Path) -> Row:
+    sys.path.insert(0, str(root / "src"))
+    graph = grimp.build_graph("midflight", cache_dir=None)
+    circles: set[str] = set()
+    for module in graph.modules:
+        circle = graph.find_upstream_modules(module) & graph.find_downstream_modules(module)
+        if circle:
+            circles.add(" <-> ".join(sorted({module, *circle})))
+    return Row("import circles", len(circles), 0, tuple(sorted(circles)))
 
 
 def _codes_row(modules: list[Module]) -> Row:

@@ -24,7 +24,7 @@ from midflight.trainer.optimizer import Adam
 from midflight.trainer.schedule import Schedule
 from midflight.trainer.trainer import PolicyTrainer
 from midflight.types import GenerateRequest, PackedBatch, SamplingParams, Version
-from midflight.types.facts import unheard
+from midflight.types.facts import record_nothing
 from midflight.weights.transports.select import receiver
 
 PRETRAIN_RATE = 1e-3
@@ -88,7 +88,7 @@ def embedded_engine(
         tokenizer=loaded_byte_tokenizer(),
         name="benchmark",
         receiver=own_receiver or receiver(),
-        record=unheard,
+        record=record_nothing,
         max_running=running,
         max_context=context,
         pause_lease_seconds=60,

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from midflight.environments import single_turn
-from midflight.environments.registry import environment
+from midflight.environments.agent_program import environment
 from midflight.types import Task
 
 if TYPE_CHECKING:

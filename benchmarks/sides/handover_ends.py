@@ -37,7 +37,7 @@ from midflight.models.names import named_tensors
 from midflight.ports import Engine
 from midflight.run.engine.server_process import started
 from midflight.types import GenerateRequest, SamplingParams, Version, WeightManifest
-from midflight.types.facts import unheard
+from midflight.types.facts import record_nothing
 from midflight.weights.transports.publisher import Publisher
 from midflight.weights.transports.select import publisher
 
@@ -353,7 +353,7 @@ async def engine_side(
         log = stack.enter_context((folder / f"{kind}.log").open("wb"))
         companion = stack.enter_context(running(command, log=log))
         await asyncio.to_thread(wait_for, port, companion)
-        engine = RemoteEngine(kind, f"http://127.0.0.1:{port}", token=None, record=unheard)
+        engine = RemoteEngine(kind, f"http://127.0.0.1:{port}", token=None, record=record_nothing)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         connection = tasks.create_task(engine.run())
         await engine.connect(seconds=60)

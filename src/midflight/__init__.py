@@ -30,8 +30,8 @@ from midflight.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from midflight.config import load_config
+    from midflight.environments.agent_program import environment
     from midflight.environments.clients import Client
-    from midflight.environments.registry import environment
     from midflight.environments.sandboxes.choice import sandbox
     from midflight.ports import Engine
     from midflight.python.trainer import Trainer
@@ -69,7 +69,7 @@ _HOMES = {
     "Rollout": "midflight.types:Trajectory",
     "Task": "midflight.types:Task",
     "Trainer": "midflight.python.trainer:Trainer",
-    "environment": "midflight.environments.registry:environment",
+    "environment": "midflight.environments.agent_program:environment",
     "sandbox": "midflight.environments.sandboxes.choice:sandbox",
     "load_config": "midflight.config:load_config",
     "serve": "midflight.run.launcher.launch:serve",

@@ -12,7 +12,7 @@ import pytest
 from midflight.archive.conversation import TokenUse, as_curl, as_json, as_shell, conversation_of
 from midflight.archive.messages import MessageReader, as_chat
 from midflight.archive.samples import in_words
-from midflight.archive.stored import rollout_key
+from midflight.archive.store_reader import rollout_key
 from midflight.errors import ModelNotFound, NoRun
 from midflight.text.tokenizer import ChatTemplate, Tokenizer
 from midflight.trajectories.store import Store

@@ -12,7 +12,7 @@ import pytest
 from midflight.archive.groups import GroupFilter, GroupOrder, page_of
 from midflight.archive.ledger import ledger_of
 from midflight.archive.search import WordIndex, forget_deleted
-from midflight.archive.stored import rollout_key
+from midflight.archive.store_reader import rollout_key
 from midflight.errors import NoRun, RunGone, StoreCorrupt, StoreNewer
 from midflight.trajectories.database import SCHEMA_VERSION, State
 from midflight.types import GroupKey, Reason, RolloutKey, Trajectory

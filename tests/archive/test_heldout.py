@@ -12,7 +12,7 @@ from tests.archive.stores import SAYS, Recorded
 from midflight.archive.conversation import TokenUse, conversation_of
 from midflight.archive.groups import GroupFilter, page_of, versions_of
 from midflight.archive.search import WordIndex
-from midflight.archive.stored import rollout_key
+from midflight.archive.store_reader import rollout_key
 from midflight.cli import main
 from midflight.environments.evaluation import evaluation_key
 from midflight.errors import NoRun

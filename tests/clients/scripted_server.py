@@ -38,7 +38,7 @@ from midflight.run.rollout.serving import Serving
 from midflight.testing.script import Replies, scripted_tokenizer
 from midflight.testing.scripted import CAPABLE, ScriptedEngine
 from midflight.types import Feature, GroupKey, RolloutKey, SamplingParams
-from midflight.types.facts import unheard
+from midflight.types.facts import record_nothing
 from midflight.wire.server import serve_app
 
 CITIES = ("Paris", "Rome")
@@ -120,7 +120,7 @@ def sessions(gateway: Gateway) -> list[Route]:
 async def main() -> None:
     capabilities = replace(CAPABLE, max_context=32_768, features=frozenset(Feature))  # the replies obey the grammars they meet
     engine = ScriptedEngine(script=Replies(reply), capabilities=capabilities, step_seconds=0.0, chunk_tokens=3)
-    serving = Serving(Config(), scripted_tokenizer(), [engine], record=unheard, version=0, anonymous=True)
+    serving = Serving(Config(), scripted_tokenizer(), [engine], record=record_nothing, version=0, anonymous=True)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         serving.gateway.address = url

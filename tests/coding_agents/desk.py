@@ -21,7 +21,7 @@ from midflight.testing.scripted import CAPABLE, ScriptedEngine
 from midflight.text import ChatTemplate, Tokenizer
 from midflight.text.byte_tokenizer import CHAT_TEMPLATE, END, byte_tokenizer
 from midflight.types import Feature, GroupKey, PauseMode, RolloutKey, SamplingParams, SessionRecord, Turn, WeightManifest
-from midflight.types.facts import TurnKept, unheard
+from midflight.types.facts import TurnKept, record_nothing
 from midflight.wire.server import serve_app
 
 KEY = RolloutKey(GroupKey(epoch=0, index=3, attempt=0), sample=1)
@@ -108,7 +108,7 @@ async def desk(rule: Callable[[str], str] = scripts.reply, *, step_seconds: floa
         RealTimeEngine(name, script=policy, capabilities=ABLE, step_seconds=step_seconds, chunk_tokens=8) for name in ("left", "right")
     ]
     config = Config.model_validate({"gateway": {"reasoning_format": "think"}})
-    serving = Serving(config, tokenizer(), engines, record=unheard, version=0, anonymous=False)
+    serving = Serving(config, tokenizer(), engines, record=record_nothing, version=0, anonymous=False)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         serving.gateway.address = url

@@ -23,7 +23,7 @@ from midflight.testing.script import Replies
 from midflight.testing.scripted import ScriptedEngine
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import GroupKey, PauseMode, RolloutKey, SamplingParams, Turn, WeightManifest
-from midflight.types.facts import TurnKept, unheard
+from midflight.types.facts import TurnKept, record_nothing
 from midflight.wire.memory import MemoryTransport
 
 BODIES = [one for one in read() if one.client in ("claude-cli", "codex_exec") and one.body.get("stream")]
@@ -83,7 +83,12 @@ async def all_said(what: str) -> tuple[list[list[Any]], list[Turn]]:
     """Every body at once, each in a session of its own, while that happens; and the turn that was kept of each."""
     engines = [ScriptedEngine(name, script=Replies(rule, tokenizer()), capabilities=ABLE, chunk_tokens=8) for name in ("left", "right")]
     serving = Serving(
-        Config.model_validate({"gateway": {"reasoning_format": "think"}}), tokenizer(), engines, record=unheard, version=0, anonymous=False
+        Config.model_validate({"gateway": {"reasoning_format": "think"}}),
+        tokenizer(),
+        engines,
+        record=record_nothing,
+        version=0,
+        anonymous=False,
     )
     serving.gateway.address = "http://memory"
     turns: dict[int, Turn] = {}

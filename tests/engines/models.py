@@ -20,7 +20,7 @@ from midflight.models.sizes import fingerprint_views
 from midflight.text.byte_tokenizer import END, byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
 from midflight.types import GenerateRequest, SamplingParams, TensorSpec, Version, WeightManifest
-from midflight.types.facts import EngineStepped, Fact, Record, unheard
+from midflight.types.facts import EngineStepped, Fact, Record, record_nothing
 
 TOKENIZER = Tokenizer(byte_tokenizer(), template=None, eos_token_ids=frozenset({END}))
 
@@ -68,7 +68,7 @@ def make_engine(
     model: PreTrainedModel | None = None,
     *,
     receiver: MemoryReceiver | None = None,
-    record: Record = unheard,
+    record: Record = record_nothing,
     max_running: int = 8,
     max_batch_tokens: int = 64,
     pause_lease_seconds: float = 30.0,

@@ -16,7 +16,7 @@ from midflight.engines.relay import relay, relay_steps
 from midflight.engines.remote import RemoteEngine
 from midflight.testing.script import Script
 from midflight.testing.scripted import CAPABLE, ScriptedEngine
-from midflight.types.facts import Record, unheard
+from midflight.types.facts import Record, record_nothing
 from midflight.wire.server import listen, serve_app
 
 
@@ -52,7 +52,7 @@ async def served(engine: EmbeddedEngine, *, token: str | None = "secret", port: 
 
 
 @asynccontextmanager
-async def attached(url: str, record: Record = unheard) -> AsyncIterator[RemoteEngine]:
+async def attached(url: str, record: Record = record_nothing) -> AsyncIterator[RemoteEngine]:
     remote = RemoteEngine("remote", url, token="secret", record=record)
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(remote.run())

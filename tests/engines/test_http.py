@@ -16,7 +16,7 @@ from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.engines.remote import RemoteEngine
 from midflight.errors import EngineUnavailable, RequestRejected
 from midflight.types import PauseMode
-from midflight.types.facts import EngineStepped, Fact, unheard
+from midflight.types.facts import EngineStepped, Fact, record_nothing
 
 
 def over_http(test: Callable[[aiohttp.ClientSession, EmbeddedEngine], Awaitable[None]]) -> None:
@@ -74,7 +74,7 @@ def test_everything_but_health_needs_the_token() -> None:
             assert refused.status == 401 and (await refused.json())["error"]["code"] == "invalid_api_key"
             with pytest.raises(aiohttp.WSServerHandshakeError):
                 await session.ws_connect("/engine/v1/stream")
-            stranger = RemoteEngine("stranger", url, token="wrong", record=unheard)
+            stranger = RemoteEngine("stranger", url, token="wrong", record=record_nothing)
             task = asyncio.ensure_future(stranger.run())
             with pytest.raises(EngineUnavailable, match="did not answer within"):
                 await stranger.connect(seconds=0.2)
@@ -129,7 +129,7 @@ def test_i9_a_lost_connection_ends_open_requests_at_once_and_a_new_one_serves_ag
 def test_a_client_whose_server_dies_attaches_to_its_successor() -> None:
     async def main() -> None:
         async with served(make_engine()) as url:
-            remote = RemoteEngine("remote", url, token="secret", record=unheard)
+            remote = RemoteEngine("remote", url, token="secret", record=record_nothing)
             task = asyncio.ensure_future(remote.run())
             await remote.connect(seconds=5)
             chunks = remote.generate(ask(max_tokens=50))

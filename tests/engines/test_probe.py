@@ -22,7 +22,7 @@ from midflight.engines.embedded.probe import Manner, engine_verdict
 from midflight.engines.embedded.states import States
 from midflight.errors import ConfigError
 from midflight.models.proof import TOLERANCE, Way
-from midflight.types.facts import unheard
+from midflight.types.facts import record_nothing
 
 SINCE_5_24 = Way.PACKED if Version(transformers.__version__) >= Version("5.24") else Way.FALLBACK
 """Of those whose attention `transformers` lets be replaced since then."""
@@ -79,7 +79,7 @@ def test_scores_are_those_of_plain_forwards_in_one_stretch_and_in_several(name: 
 def test_a_context_in_which_rotary_frequencies_would_change_is_refused_with_the_one_that_is_right() -> None:
     def engine(max_context: int) -> EmbeddedEngine:
         return EmbeddedEngine(
-            tiny("phi3-longrope"), tokenizer=TOKENIZER, name="tiny", receiver=MemoryReceiver(), record=unheard, max_running=4,
+            tiny("phi3-longrope"), tokenizer=TOKENIZER, name="tiny", receiver=MemoryReceiver(), record=record_nothing, max_running=4,
             max_batch_tokens=64, max_context=max_context, pause_lease_seconds=30.0,
         )  # fmt: skip
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from midflight.environments.agents import AgentsHere
+from midflight.environments.agents import LocalAgents
 from midflight.environments.rollout import RolloutRunner
 from midflight.errors import Overloaded
 from midflight.gateway.sessions.request_clock import RequestClock
@@ -135,8 +135,8 @@ class Rig:
     fates: FakeFates = field(default_factory=FakeFates)
     observer: FakeObserver = field(default_factory=FakeObserver)
 
-    def agents(self) -> AgentsHere:
-        return AgentsHere(self.environment, client_for=lambda session: self.client, plain_client_for=lambda session: self.client)
+    def agents(self) -> LocalAgents:
+        return LocalAgents(self.environment, client_for=lambda session: self.client, plain_client_for=lambda session: self.client)
 
     def runner(self, *, agents=None, **options) -> RolloutRunner:
         return RolloutRunner(

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from midflight.config.sections import EnvironmentSection
-from midflight.environments.conversation import BuiltInLoop
-from midflight.environments.scoring import result_of
+from midflight.environments.built_in_loop import BuiltInLoop
+from midflight.environments.result_checks import result_of
 from midflight.types import Result, Task
-from midflight.wire.client import Answered
+from midflight.wire.client import HttpAnswer
 
 
 @dataclass
@@ -35,17 +35,17 @@ def says(content: str = "", *calls: tuple[str, Any]) -> dict[str, Any]:
 class Gateway:
     """Answers each request with the next message, the last one for ever."""
 
-    messages: Sequence[dict[str, Any] | Answered]
+    messages: Sequence[dict[str, Any] | HttpAnswer]
     asked: list[dict[str, Any]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
 
-    async def post(self, path: str, body: bytes) -> Answered:
+    async def post(self, path: str, body: bytes) -> HttpAnswer:
         self.paths.append(path)
         self.asked.append(json.loads(body))
         said = self.messages[min(len(self.asked), len(self.messages)) - 1]
-        if isinstance(said, Answered):
+        if isinstance(said, HttpAnswer):
             return said
-        return Answered(200, json.dumps({"choices": [{"message": said, "token_ids": [1, 2]}]}).encode())
+        return HttpAnswer(200, json.dumps({"choices": [{"message": said, "token_ids": [1, 2]}]}).encode())
 
 
 @asynccontextmanager

@@ -7,13 +7,13 @@ import threading
 
 import pytest
 
-from midflight.environments.agents import AgentsHere, SharedClients
+from midflight.environments.agents import LocalAgents, SharedClients
 from midflight.environments.rollout import RolloutRunner
 from midflight.environments.single_turn import LocalAnswers
 from midflight.errors import EnvironmentFailed, NoEngine, Overloaded, RequestRejected
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import GroupKey, RolloutKey, SamplingParams
-from midflight.types.facts import unheard
+from midflight.types.facts import record_nothing
 
 from .fakes import FakeFates, FakeSession, FakeSessions, Rig, task
 
@@ -52,8 +52,8 @@ def test_a_plain_function_runs_in_a_thread_of_its_own_with_a_plain_client() -> N
         return 0.5
 
     async def main() -> None:
-        host = AgentsHere(plain, client_for=lambda session: "async", plain_client_for=lambda session: "plain")  # type: ignore[arg-type,return-value]
-        options = {"sampling": SamplingParams(), "rollout_seconds": 60.0, "record": unheard, "fates": FakeFates()}
+        host = LocalAgents(plain, client_for=lambda session: "async", plain_client_for=lambda session: "plain")  # type: ignore[arg-type,return-value]
+        options = {"sampling": SamplingParams(), "rollout_seconds": 60.0, "record": record_nothing, "fates": FakeFates()}
         runner = RolloutRunner(sessions=FakeSessions(), agents=host, **options)  # type: ignore[arg-type]
         done = await asyncio.gather(*(runner.run(KEY, task(number)) for number in (1, 2, 3, 4)))
         assert [t.reward for t in done] == [0.5, 0.5, None, None]

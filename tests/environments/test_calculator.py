@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from midflight.config import load_config
-from midflight.environments.registry import AgentProgram
+from midflight.environments.agent_program import AgentProgram
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Task
 

@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
+from midflight.environments.agent_program import load_environment
 from midflight.environments.claimed import OUTSIDE, Board, Claimed, Offer, claims
-from midflight.environments.registry import load_environment
 from midflight.environments.worker_pool import HERE, RolloutPlacement
 from midflight.errors import RewardFixed, SessionClosed, UnknownSession
 from midflight.testing.virtual_time import run_virtual
-from midflight.types import Task, Unclaimed
+from midflight.types import Task, UnclaimedRollouts
 
 
 class Client:
@@ -58,14 +58,14 @@ def test_what_waits_to_be_claimed_is_known_with_its_ages() -> None:
         await asyncio.sleep(5)
         second = run_of(environment, "mf-2")
         await asyncio.sleep(2)
-        assert board.unclaimed() == Unclaimed(number=2, seconds=7.0, idle_seconds=7.0, claimed_seconds=None)
+        assert board.unclaimed() == UnclaimedRollouts(number=2, seconds=7.0, idle_seconds=7.0, claimed_seconds=None)
         board.claim(1)
         await asyncio.sleep(20)
-        assert board.unclaimed() == Unclaimed(number=1, seconds=22.0, idle_seconds=0.0, claimed_seconds=20.0), "a worker is busy"
+        assert board.unclaimed() == UnclaimedRollouts(number=1, seconds=22.0, idle_seconds=0.0, claimed_seconds=20.0), "a worker is busy"
         board.score("mf-1", 1.0)
         await first
         await asyncio.sleep(3)
-        assert board.unclaimed() == Unclaimed(number=1, seconds=25.0, idle_seconds=3.0, claimed_seconds=23.0)
+        assert board.unclaimed() == UnclaimedRollouts(number=1, seconds=25.0, idle_seconds=3.0, claimed_seconds=23.0)
         assert board.placement("mf-2") == RolloutPlacement(OUTSIDE, waits=True)
         board.claim(1)
         assert board.unclaimed() is None and board.placement("mf-2") == HERE

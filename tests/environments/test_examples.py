@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from midflight.environments.registry import load_environment
+from midflight.environments.agent_program import load_environment
 from midflight.testing.virtual_time import run_virtual
 
 from .fakes import FakeClient, task

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from midflight.config import load_config
-from midflight.environments.registry import AgentProgram
+from midflight.environments.agent_program import AgentProgram
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Task
 
@@ -76,7 +76,7 @@ def test_the_game_of_the_page_is_played() -> None:
 def test_the_agent_of_the_page_says_more_than_a_number_and_is_scored_by_a_function_too() -> None:
     from types import SimpleNamespace
 
-    from midflight.environments.registry import ScoredAgents
+    from midflight.environments.agent_program import ScoredAgents
 
     from .fakes import FakeClient, Rig
 

@@ -10,10 +10,10 @@ from tests.environments import some_tools
 from midflight import Result
 from midflight.config.agents import SandboxSection
 from midflight.config.sections import EnvironmentSection
+from midflight.environments.agent_program import AgentProgram, ScoredAgents
 from midflight.environments.group import GroupRunner
-from midflight.environments.registry import AgentProgram, ScoredAgents
+from midflight.environments.result_checks import UnscoredRollout
 from midflight.environments.reward_functions import Dialogue, Rewards
-from midflight.environments.scoring import Unjudged
 from midflight.errors import BadReward, ConfigError, EnvironmentFailed, SandboxUnavailable, TaskFieldMissing
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import GroupKey, Task
@@ -113,7 +113,7 @@ class OfGroups:
     """An agent that says what is in line, after a time of its own; and scores groups."""
 
     def __init__(self, *said: str | Exception, functions: Rewards | None = None) -> None:
-        self.said, self.judged = list(said), 0
+        self.said, self.group_results = list(said), 0
         self._rewards = functions or rewards_of("of_group")
 
     async def run(self, task, session):
@@ -121,15 +121,15 @@ class OfGroups:
         await asyncio.sleep(len(self.said))
         if isinstance(said, Exception):
             raise said
-        return Unjudged(
+        return UnscoredRollout(
             [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}], 1, [], {}, {"letters": len(said)}, {"own": 0.125}
         )
 
     async def judge(self, task, attempts, *, name):
-        from midflight.environments.conversation import judged
+        from midflight.environments.built_in_loop import group_results
 
-        self.judged += 1
-        return await judged(self._rewards, task, attempts)
+        self.group_results += 1
+        return await group_results(self._rewards, task, attempts)
 
     def tool_seconds(self, session_id):
         return 0.0
@@ -153,7 +153,7 @@ def run_group(agents: OfGroups, *, size: int, retries: int = 1):
 def test_functions_of_trls_shape_are_called_once_for_a_group_when_all_of_it_has_ended():
     agents = OfGroups("olleh", "zzz", "a")
     found = run_group(agents, size=3)
-    assert some_tools.GROUPS == [["olleh", "zzz", "a"]] and agents.judged == 1
+    assert some_tools.GROUPS == [["olleh", "zzz", "a"]] and agents.group_results == 1
     assert [t.reward for t in found] == [1.125, 0.625, 0.125]  # right; the largest; neither; and what was known of each
     assert found[1].components == {"own": 0.125, "of_group": 0.5} and found[1].metrics == {"letters": 3.0}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from midflight.environments.scoring import checked_reward
+from midflight.environments.result_checks import checked_reward
 from midflight.environments.single_turn import exact_match
 from midflight.errors import BadReward
 

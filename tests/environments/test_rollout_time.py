@@ -11,7 +11,7 @@ from midflight.config.bounds import RolloutBound, rollout_bound
 from midflight.config.sections import EnvironmentSection
 from midflight.environments.claimed import Claimed
 from midflight.environments.group_scoring import GroupScorer
-from midflight.environments.scoring import Unjudged
+from midflight.environments.result_checks import UnscoredRollout
 from midflight.errors import RolloutTimeout
 from midflight.gateway.sessions.request_clock import RequestClock
 from midflight.stopwatch import Stopwatch
@@ -281,7 +281,7 @@ def scored(host: Scorers) -> object:
     async def main() -> object:
         judging = GroupScorer(host, seconds=60)  # type: ignore[arg-type]
         judging.joined(KEY.group)
-        return await judging.settled(KEY, Task("17", "spell", {}), Unjudged([], 0, [], {}, {}, {}))
+        return await judging.settled(KEY, Task("17", "spell", {}), UnscoredRollout([], 0, [], {}, {}, {}))
 
     return run_virtual(main)
 

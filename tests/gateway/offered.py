@@ -19,7 +19,7 @@ from midflight.gateway.http.http import build_app
 from midflight.testing.script import Script, play, scripted_tokenizer
 from midflight.text import Tokenizer
 from midflight.types import Chunk, Finish, FinishReason, GenerateRequest, GroupKey, PauseMode, RolloutKey, SamplingParams
-from midflight.types.facts import Record, unheard
+from midflight.types.facts import Record, record_nothing
 from midflight.wire.memory import MemoryTransport
 
 KEY = RolloutKey(GroupKey(epoch=0, index=3, attempt=0), sample=1)
@@ -112,7 +112,7 @@ class Offered:
         return openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=self.http, max_retries=0)
 
 
-def make_gateway(generator: ScriptedGenerator, record: Record = unheard, **options: Any) -> Gateway:
+def make_gateway(generator: ScriptedGenerator, record: Record = record_nothing, **options: Any) -> Gateway:
     limits = options.pop("limits", EngineLimits(max_context=256, vocab_size=262))
     gateway = Gateway(generator, generator.tokenizer, record, model="policy", limits=limits, **options)
     gateway.address = "http://memory"

@@ -20,7 +20,7 @@ from midflight.gateway.http.http import build_app
 from midflight.testing.script import Script, scripted_tokenizer
 from midflight.testing.scripted import CAPABLE, ScriptedEngine
 from midflight.types import Chunk, GenerateRequest, PauseMode
-from midflight.types.facts import unheard
+from midflight.types.facts import record_nothing
 from midflight.wire.memory import MemoryTransport
 
 
@@ -62,7 +62,7 @@ class Site:
         self.control = Control(self.fleet, generator)
         self.health = HealthWatch(self.fleet, interval_seconds=0.2, stall_seconds=1.0)
         self.gateway = Gateway(
-            generator, scripted_tokenizer(), unheard, model="policy", limits=EngineLimits(4096, 262, features=CAPABLE.features)
+            generator, scripted_tokenizer(), record_nothing, model="policy", limits=EngineLimits(4096, 262, features=CAPABLE.features)
         )
         self.gateway.address = "http://memory"
 

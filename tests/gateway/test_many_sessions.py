@@ -17,7 +17,7 @@ from midflight.gateway.sessions.request import CompletionCall, Messages
 from midflight.testing.script import scripted_tokenizer
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import GroupKey, RolloutKey, SamplingParams
-from midflight.types.facts import unheard
+from midflight.types.facts import record_nothing
 
 SESSIONS = 10_000
 WEIGHED = 1_000
@@ -40,7 +40,9 @@ class InstantGenerator:
 def test_ten_thousand_sessions_keep_their_tokens_in_little_memory_and_the_next_is_refused() -> None:
     async def main() -> None:
         generator = InstantGenerator()
-        gateway = Gateway(generator, scripted_tokenizer(), unheard, model="policy", limits=EngineLimits(4096, 262), max_sessions=SESSIONS)
+        gateway = Gateway(
+            generator, scripted_tokenizer(), record_nothing, model="policy", limits=EngineLimits(4096, 262), max_sessions=SESSIONS
+        )
         tracemalloc.start()
         before, after = tracemalloc.get_traced_memory()[0], 0
         handles = []

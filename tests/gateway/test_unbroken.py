@@ -21,7 +21,7 @@ from midflight.testing.script import scripted_tokenizer
 from midflight.testing.scripted import CAPABLE, ScriptedEngine
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Reason, SamplingParams
-from midflight.types.facts import unheard
+from midflight.types.facts import record_nothing
 from midflight.wire.memory import MemoryTransport
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -34,7 +34,7 @@ async def served(*engines: ScriptedEngine) -> AsyncIterator[tuple[Gateway, httpx
     for engine in engines:
         fleet.attach(engine)
     generator = Generator(fleet, request_seconds=60)
-    gateway = Gateway(generator, scripted_tokenizer(), unheard, model="policy", limits=EngineLimits(4096, 262))
+    gateway = Gateway(generator, scripted_tokenizer(), record_nothing, model="policy", limits=EngineLimits(4096, 262))
     gateway.address = "http://memory"
     app = build_app(gateway, Control(fleet, generator))
     async with asyncio.TaskGroup() as tasks, httpx2.AsyncClient(transport=MemoryTransport(app, tasks), base_url="http://memory") as http:

@@ -15,7 +15,7 @@ from midflight.run.api.membership import EngineAddress
 from midflight.run.rollout.members import Connections, JoinTerms, Members
 from midflight.run.rollout.serving import Serving
 from midflight.testing.scripted import ScriptedEngine
-from midflight.types.facts import Record, unheard
+from midflight.types.facts import Record, record_nothing
 from midflight.version import __version__
 
 STALL_SECONDS = 10.0
@@ -104,7 +104,7 @@ class Joinable:
         first: Sequence[Arriving],
         folder: Path,
         *,
-        record: Record = unheard,
+        record: Record = record_nothing,
         transport: str | None = None,
         drain_seconds: float = 5.0,
     ) -> Joinable:

@@ -19,7 +19,7 @@ from tests.facts import Facts
 
 from midflight.buffer.books import Books
 from midflight.config.sections import Config, EnvironmentSection, GatewaySection, RolloutSection, RunSection, TrainerSection
-from midflight.environments.registry import Environment
+from midflight.environments.agent_program import Environment
 from midflight.environments.tasks import PostedTasks, Source
 from midflight.errors import MidflightError
 from midflight.gateway.answers.answer import Answer
@@ -32,7 +32,7 @@ from midflight.testing.script import Script, scripted_tokenizer
 from midflight.testing.scripted import ScriptedEngine
 from midflight.testing.virtual_time import VirtualTimeLoop
 from midflight.types import Batch, GenerateRequest, GroupKey, Reason, RolloutKey, SamplingParams, Task, Turn, Version
-from midflight.types.facts import Fact, Record, RequestFailed, RolloutEnded, TurnKept, unheard
+from midflight.types.facts import Fact, Record, RequestFailed, RolloutEnded, TurnKept, record_nothing
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -139,7 +139,7 @@ class Site:
         self.sources = [source(num_tasks)]
         self.posted: PostedTasks | None = None
         self.seen = Facts()
-        self.on_fact: Record = unheard
+        self.on_fact: Record = record_nothing
         self.trainer = SimulatedTrainer()
         self.received = Counter[RolloutKey]()
         """Tokens that the gateway has received from engines, those past a stop string too."""

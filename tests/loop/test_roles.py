@@ -12,9 +12,9 @@ import pytest
 
 from midflight import Client
 from midflight.archive.credit import credit_of
-from midflight.archive.stored import reading
+from midflight.archive.store_reader import reading
+from midflight.environments.agent_program import Environment
 from midflight.environments.clients import PlainClient
-from midflight.environments.registry import Environment
 from midflight.errors import ConfigError, RequestRejected
 from midflight.gateway.sessions.request import CompletionCall, Messages
 from midflight.testing.script import Script

@@ -16,9 +16,9 @@ from midflight import Client
 from midflight.config.agents import UntrackedSection
 from midflight.config.checks import contradictions
 from midflight.config.sections import Config, EngineSection
-from midflight.environments.agents import AgentsHere, SharedClients
+from midflight.environments.agent_program import Environment
+from midflight.environments.agents import LocalAgents, SharedClients
 from midflight.environments.clients import PlainClient
-from midflight.environments.registry import Environment
 from midflight.errors import ConfigError, UntrackedUnavailable
 from midflight.gateway.sessions.request import CompletionCall, Messages
 from midflight.testing.script import Script
@@ -256,7 +256,7 @@ async def run_one(environment: Environment, outside: Outside, monkeypatch: pytes
     monkeypatch.setattr(openai, "DefaultAsyncHttpxClient", lambda **_: httpx2.AsyncClient(transport=httpx2.MockTransport(outside)))
     monkeypatch.setattr(openai, "DefaultHttpxClient", lambda **_: httpx2.Client(transport=httpx2.MockTransport(outside)))
     async with SharedClients(untracked=section) as clients:
-        host = AgentsHere(environment, client_for=clients.client_for, plain_client_for=clients.plain_client_for)
+        host = LocalAgents(environment, client_for=clients.client_for, plain_client_for=clients.plain_client_for)
         return await host.run(Task("t", "s"), _Handle())
 
 

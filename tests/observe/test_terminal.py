@@ -13,7 +13,7 @@ from tests.observe.facts import Clock
 from midflight.observe.run_state import RunState
 from midflight.observe.status import Bound, IdleTime, LearningStatus, MemberChanges, Phase, SourceStatus, Status, Totals, WarmStartStatus
 from midflight.observe.terminal import PLAIN_SECONDS, Terminal, panel, plain_line
-from midflight.types import Accounts, Unclaimed, facts
+from midflight.types import Accounts, UnclaimedRollouts, facts
 from midflight.types.facts import Shown
 
 TRAINING = Status(
@@ -111,10 +111,10 @@ def test_trouble_is_shown_when_there_is_some() -> None:
 
 
 def test_what_waits_to_be_claimed_is_shown_while_no_worker_has_any() -> None:
-    waits = replace(TRAINING, unclaimed=Unclaimed(number=4, seconds=130.0, idle_seconds=130.0, claimed_seconds=185.0))
+    waits = replace(TRAINING, unclaimed=UnclaimedRollouts(number=4, seconds=130.0, idle_seconds=130.0, claimed_seconds=185.0))
     words = "4 rollouts wait to be claimed, the oldest for 2 min 10 s; the last claim was 3 min 05 s ago"
     assert words in plain_line(waits) and "4 rollouts wait to be claimed" in drawn(waits)
-    busy = replace(TRAINING, unclaimed=Unclaimed(number=4, seconds=130.0, idle_seconds=0.0, claimed_seconds=185.0))
+    busy = replace(TRAINING, unclaimed=UnclaimedRollouts(number=4, seconds=130.0, idle_seconds=0.0, claimed_seconds=185.0))
     assert "claimed" not in plain_line(busy)
 
 

@@ -28,7 +28,7 @@ from tests.real.template import template
 
 from .blocks import ROOT, SERVERS, Block
 
-COPIED, LAID = ("configs", "docs", "examples"), ("benchmarks", "src", "tests", "tools")
+COPIED, PACKED_RUNS = ("configs", "docs", "examples"), ("benchmarks", "src", "tests", "tools")
 SIZES = ("hidden_size=32", "intermediate_size=64", "num_layers=1", "num_heads=2", "num_kv_heads=1")
 SECONDS = 280.0
 """For one command."""
@@ -49,7 +49,7 @@ class Story:
     def _lay_out(self) -> None:
         for name in COPIED:
             shutil.copytree(ROOT / name, self.folder / name)
-        for name in LAID:
+        for name in PACKED_RUNS:
             (self.folder / name).symlink_to(ROOT / name)
         programs = self.folder / ".venv" / "bin"
         programs.mkdir(parents=True)

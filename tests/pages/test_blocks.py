@@ -14,7 +14,7 @@ import pytest
 from tests.checks import found_in
 
 from midflight.config import load_config
-from midflight.environments.registry import AgentProgram
+from midflight.environments.agent_program import AgentProgram
 
 from .blocks import DATA, PAGES, PROGRAMS, ROOT, SHOWN, Block, all_blocks, blocks_of, lacks
 

@@ -23,7 +23,7 @@ import midflight
 from midflight.cli.commands import app
 from midflight.config import load_config
 from midflight.config.options import options
-from midflight.environments.registry import environment_name, load_environment
+from midflight.environments.agent_program import environment_name, load_environment
 from midflight.gateway.http.http import DIALECTS
 from midflight.gateway.http.openapi import DESCRIBED
 from midflight.observe.summary import Summary

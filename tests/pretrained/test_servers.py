@@ -18,7 +18,7 @@ from tests.real_engines.process import Kind, interpreter
 from tests.real_engines.reference import labelled_logprobs
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from midflight.archive.stored import reading
+from midflight.archive.store_reader import reading
 from midflight.models.names import assign, named_tensors
 from midflight.trajectories.database import decode_rows
 from midflight.types import Row, Version

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from midflight.archive.ledger import ledger_of
-from midflight.archive.stored import copy_in_words
+from midflight.archive.store_reader import copy_in_words
 from midflight.trajectories.pairs import newest_copy
 
 from .processes import CONFIG, Command, alive, gone, segments, steps

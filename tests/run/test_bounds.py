@@ -15,7 +15,7 @@ from midflight.run.rollout.serving import Serving
 from midflight.run.rollout.system import buffer_limits
 from midflight.testing.scripted import ScriptedEngine
 from midflight.testing.virtual_time import run_virtual
-from midflight.types.facts import unheard
+from midflight.types.facts import record_nothing
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_as_many_requests_as_sessions_are_under_way_and_outlive_their_client_for
     async def main() -> None:
         config = Config(gateway=GatewaySection(max_sessions=2, request_seconds=80))
         engine = ScriptedEngine("e0", tokenizer=TOKENIZER)
-        requests = Serving(config, TOKENIZER, [engine], record=unheard, version=0, anonymous=False).gateway.requests
+        requests = Serving(config, TOKENIZER, [engine], record=record_nothing, version=0, anonymous=False).gateway.requests
         assert requests.orphan_seconds == 20
         requests.num_running = 1
         requests.check_room()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.run.test_routes import one_batch
+from tests.run.test_trainer_routes import one_batch
 
 from midflight.config import load_config
 from midflight.errors import ConfigError

@@ -11,7 +11,7 @@ import httpx2
 import numpy as np
 import pytest
 from tests.gateway.offered import RecordingControl, ScriptedGenerator, make_gateway
-from tests.run.test_routes import API, CONTROL, TOKEN, one_batch
+from tests.run.test_trainer_routes import API, CONTROL, TOKEN, one_batch
 
 from midflight.errors import ContextExceeded, EngineError, EngineUnavailable, RequestTimeout
 from midflight.gateway.http.http import build_app

@@ -14,7 +14,7 @@ from midflight.run.rollout.version_followers import EngineVersion, FleetVersions
 from midflight.testing.scripted import ScriptedEngine
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import EngineHealth, Version
-from midflight.types.facts import unheard
+from midflight.types.facts import record_nothing
 
 
 class SlowToSay(ScriptedEngine):
@@ -37,7 +37,7 @@ class SlowToSay(ScriptedEngine):
 
 def serving_of(engines: Sequence[ScriptedEngine], role: ShardRole, *, stall_seconds: float = 120.0) -> Serving:
     config = Config(gateway=GatewaySection(shards=2), run=RunSection(stall_seconds=stall_seconds))
-    return Serving(config, TOKENIZER, engines, record=unheard, version=0, anonymous=False, role=role)
+    return Serving(config, TOKENIZER, engines, record=record_nothing, version=0, anonymous=False, role=role)
 
 
 async def owner(serial: str) -> FleetVersions:

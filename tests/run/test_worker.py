@@ -17,9 +17,9 @@ from tests.environments.talking import says
 from tests.environments.test_worker_pool import Recorder, Session
 
 from midflight.config.sections import EnvironmentSection
-from midflight.environments.agents import AgentsHere
-from midflight.environments.conversation import BuiltInLoop
-from midflight.environments.scoring import Unjudged
+from midflight.environments.agents import LocalAgents
+from midflight.environments.built_in_loop import BuiltInLoop
+from midflight.environments.result_checks import UnscoredRollout
 from midflight.environments.worker_pool import WorkerPool
 from midflight.errors import AgentFailed, ConfigError, first_error
 from midflight.run.api import worker_wire as wire
@@ -28,7 +28,7 @@ from midflight.run.parts import PartLost, Ready, WorkerSpec, serve_while
 from midflight.run.worker import worker_process
 from midflight.run.worker.worker_process import LoopWatch, Worker
 from midflight.types import Result, Task
-from midflight.wire.client import Answered, HttpClient
+from midflight.wire.client import HttpAnswer, HttpClient
 from midflight.wire.server import listen, serve_app
 
 TOKEN = "worker-token-of-the-test"
@@ -91,7 +91,7 @@ def with_worker(
             spec = WorkerSpec("worker0", f"http://127.0.0.1:{listener.getsockname()[1]}", token, "{}")
             (addresses if addresses is not None else []).append(spec.url)
             app = Starlette(routes=[*WorkerRoutes(pool, token=TOKEN, control_token=CONTROL_TOKEN).routes()])
-            agents = host or AgentsHere(agent, client_for=lambda session: None, plain_client_for=lambda session: None)  # type: ignore[arg-type,return-value]
+            agents = host or LocalAgents(agent, client_for=lambda session: None, plain_client_for=lambda session: None)  # type: ignore[arg-type,return-value]
             async with HttpClient(spec.url, lost=PartLost, token=token) as http:
                 worker = Worker(spec.name, agents, http, LoopWatch(spec, asyncio.get_running_loop()), cancels=True)
                 told = Told()
@@ -231,9 +231,9 @@ def test_without_the_workers_token_nothing_opens() -> None:
 
 
 def test_tools_that_run_in_a_worker_are_told_with_their_limit() -> None:
-    async def post(path: str, body: bytes) -> Answered:
+    async def post(path: str, body: bytes) -> HttpAnswer:
         asked.append(path)
-        return Answered(200, json.dumps({"choices": [{"message": says("5") if len(asked) > 1 else says("", ("rests", {}))}]}).encode())
+        return HttpAnswer(200, json.dumps({"choices": [{"message": says("5") if len(asked) > 1 else says("", ("rests", {}))}]}).encode())
 
     async def main(pool: WorkerPool) -> None:
         running = asyncio.ensure_future(pool.run(Task("a", "s", {"question": "2 + 3?", "answer": "5"}), Session("a")))
@@ -248,16 +248,16 @@ def test_tools_that_run_in_a_worker_are_told_with_their_limit() -> None:
     with_worker(main, host=BuiltInLoop(EnvironmentSection.model_validate({"tools": tools, "rewards": rewards}), post))
 
 
-class ScoresGroups(AgentsHere):
+class ScoresGroups(LocalAgents):
     """Its agents are scored beside the others of their group."""
 
     def __init__(self) -> None:
         super().__init__(agent, client_for=lambda session: None, plain_client_for=lambda session: None)  # type: ignore[arg-type,return-value]
 
-    async def run(self, task: Task, session: object) -> Unjudged:
-        return Unjudged([{"role": "assistant", "content": task.id}], 0, [1], {"f": [1]}, {"m": 2.0}, {"own": None, "short": 0.5})
+    async def run(self, task: Task, session: object) -> UnscoredRollout:
+        return UnscoredRollout([{"role": "assistant", "content": task.id}], 0, [1], {"f": [1]}, {"m": 2.0}, {"own": None, "short": 0.5})
 
-    async def judge(self, task: Task, attempts: Sequence[Unjudged], *, name: str) -> list[Result]:
+    async def judge(self, task: Task, attempts: Sequence[UnscoredRollout], *, name: str) -> list[Result]:
         if task.id == "broken":
             raise LookupError("no judge")
         best = max(str(attempt.messages[-1]["content"]) for attempt in attempts)
@@ -270,7 +270,9 @@ class ScoresGroups(AgentsHere):
 def test_attempts_of_a_group_come_back_whole_and_are_scored_together_in_a_worker() -> None:
     async def main(pool: WorkerPool) -> None:
         attempts = [await pool.run(Task(name, "s", {}), Session(name)) for name in ("a", "b")]
-        assert attempts[0] == Unjudged([{"role": "assistant", "content": "a"}], 0, [1], {"f": [1]}, {"m": 2.0}, {"own": None, "short": 0.5})
+        assert attempts[0] == UnscoredRollout(
+            [{"role": "assistant", "content": "a"}], 0, [1], {"f": [1]}, {"m": 2.0}, {"own": None, "short": 0.5}
+        )
         found = await pool.judge(Task("a", "s", {}), attempts, name="g")  # type: ignore[arg-type]
         assert found == [Result(reward, {"short": 0.5}, {"m": 2.0}, (), {"f": [1]}) for reward in (0.0, 1.0)]
         with pytest.raises(AgentFailed, match="LookupError: no judge"):

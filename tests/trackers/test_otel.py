@@ -18,7 +18,7 @@ from midflight.config.load import load_config
 from midflight.observe.timeline import CommitTimed, RolloutTimed, RunStarted, Timed
 from midflight.run.launcher.tracker_process import TrackerProcess
 from midflight.trackers.spans import RolloutSpans
-from midflight.trackers.tracker import made
+from midflight.trackers.tracker import make_tracker
 
 WALL = 1_700_000_000.0
 GOOD = RolloutTimed((0, 1, 0, 0), "sums", 1.0, 5.0, 1.0, 48, (TURN, AFTER_A_TOOL))
@@ -125,7 +125,7 @@ def test_a_receiver_that_refuses_is_an_error_of_the_tracker_alone(tmp_path: Path
     configure(tmp_path, "otel")
     with receiver(status=400) as (address, _):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", address)
-        tracker = made("otel")
+        tracker = make_tracker("otel")
         tracker.open(tracked(load_config(tmp_path / "config.toml"), tmp_path))
         rollouts = list(RolloutSpans().of(encoded(RunStarted(0.0, WALL), GOOD)))
         with pytest.raises(ConnectionError, match="9 spans could not be sent to http"):

@@ -17,7 +17,7 @@ from tests.trackers.journals import append, configure, resumed, step, write
 from midflight.config.load import load_config
 from midflight.errors import ConfigError
 from midflight.run.launcher.tracker_process import TrackerProcess
-from midflight.trackers.tracker import made
+from midflight.trackers.tracker import make_tracker
 
 OWN = "tests.trackers.own"
 
@@ -136,7 +136,7 @@ def test_nobody_who_listens_costs_no_tracker_anything(tmp_path: Path) -> None:
 )
 def test_a_class_that_cannot_be_made_is_refused_in_one_sentence(name: str, said: str) -> None:
     with pytest.raises(ConfigError) as error:
-        made(name)
+        make_tracker(name)
     assert "observe.trackers" in str(error.value) and said in str(error.value) and "\n" not in str(error.value)
 
 

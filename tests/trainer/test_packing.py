@@ -99,7 +99,7 @@ def test_a_sliding_window_is_honoured() -> None:
 
 def test_what_the_attention_does_not_compute_is_refused() -> None:
     x = torch.randn(1, 2, 3, 4)
-    with attention.laid(attention.Runs.of_one(3)):
+    with attention.packed_runs(attention.Runs.of_one(3)):
         with pytest.raises(ConfigError, match="a mask of its own"):
             attention.ragged_attention(nn.Module(), x, x, x, torch.zeros(1, 1, 3, 3))
         with pytest.raises(ConfigError, match="position_bias"):
@@ -129,7 +129,7 @@ def test_one_kernel_for_all_rows_is_told_where_they_begin(window: int | None, mo
     keys = torch.tensor([*range(3), *range(3), *range(3, 7), *range(3), *range(7, 11), *range(11, 19)])
     runs = attention.Runs(counts=(1, 2, 1), lengths=(3, 4, 8), contexts=(0, 3, 0), keys=keys)
     query, key, value = (torch.randn(1, heads, 19, 4) for heads in (4, 2, 2))
-    with attention.laid(runs):
+    with attention.packed_runs(runs):
         expected, _ = attention.ragged_attention(nn.Module(), query, key, value, None, scaling=0.3, sliding_window=window)
     monkeypatch.setattr(attention, "flash_varlen", stand_in)
     found = attention._flash(query, key, value, runs, scaling=0.3, sliding_window=window, softcap=None)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from midflight.config.load import load_config
 from midflight.errors import RunFailed
 from midflight.trainer.credit import Scoring
-from midflight.trainer.model.attention import Runs, attend_raggedly, laid
+from midflight.trainer.model.attention import Runs, attend_raggedly, packed_runs
 from midflight.trainer.optimizer import clear_gradients, clipped_step
 from midflight.trainer.report import Skip
 from midflight.trainer.schedule import Schedule
@@ -280,7 +280,7 @@ def test_distillation_brings_the_student_to_the_teacher() -> None:
     attend_raggedly(teacher)
 
     def next_token(model: PreTrainedModel) -> torch.Tensor:
-        with torch.no_grad(), laid(Runs.of_one(3)):
+        with torch.no_grad(), packed_runs(Runs.of_one(3)):
             return model(prompt, position_ids=torch.arange(3)[None]).logits[0, -1].log_softmax(-1)
 
     def divergence() -> float:

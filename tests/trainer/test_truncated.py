@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tests.engines.models import MemoryReceiver, make_engine
-from tests.engines.test_kept import mask, pointed
+from tests.engines.test_sampling_masks import mask, pointed
 from tests.gateway.offered import KEY
 from transformers import PreTrainedModel
 
@@ -26,13 +26,13 @@ from midflight.gateway.sessions.request import CompletionCall, Messages
 from midflight.testing.script import scripted_tokenizer
 from midflight.trainer.model.microbatch import Layout, predictions_of, split
 from midflight.trainer.model.policy import Policy
-from midflight.trainer.model.scores import Kept, kept_of, token_scores
+from midflight.trainer.model.scores import SamplingMasks, sampling_masks_of, token_scores
 from midflight.trainer.objective import Objective
 from midflight.trajectories.database import decode_rows, encode_rows
 from midflight.trajectories.packing import from_bytes, pack, to_bytes
 from midflight.types import Batch, Feature, Group, PackedBatch, PauseMode, Reason, RolloutKey, SamplingParams, SessionRecord, Trajectory
-from midflight.types.facts import unheard
-from midflight.types.kept import pack_kept
+from midflight.types.facts import record_nothing
+from midflight.types.sampling_masks import pack_kept
 
 from .fixtures import batch, tiny_model, trainer, weights, with_rows_in_order
 
@@ -46,7 +46,7 @@ def test_scores_over_what_was_kept_have_the_values_and_gradients_of_the_softmax_
     bias = torch.randn(11, dtype=torch.float64, requires_grad=True)
     targets, by_logprob, by_entropy = torch.tensor([0, 10, 3, 7, 2]), *torch.randn(2, 5, dtype=torch.float64)
     sets = [[0, 4, 9], [10], list(range(11)), [2, 7], [1, 2, 3]]  # the third was not cut
-    kept = Kept(np.array([0, 4, 9, 10, 2, 7, 1, 2, 3]), np.array([0, 3, 4, 4, 6, 9]))
+    kept = SamplingMasks(np.array([0, 4, 9, 10, 2, 7, 1, 2, 3]), np.array([0, 3, 4, 4, 6, 9]))
 
     z = torch.nn.functional.linear(hidden, weight, bias) / temperature
     parts = [row[ids].log_softmax(0) for row, ids in zip(z, sets, strict=True)]
@@ -67,7 +67,7 @@ def test_scores_over_what_was_kept_have_the_values_and_gradients_of_the_softmax_
 def test_every_layout_and_form_of_head_scores_over_the_same_set() -> None:
     data = truncated(batch())
     predictions = predictions_of(data.token_ids, data.row_offsets, mask=data.loss_mask)
-    predictions = replace(predictions, kept=kept_of(data, np.flatnonzero(data.loss_mask)))
+    predictions = replace(predictions, kept=sampling_masks_of(data, np.flatnonzero(data.loss_mask)))
     found = []
     for layout, plain in ((Layout.PACKED, True), (Layout.PACKED, False), (Layout.PADDED, True), (Layout.PADDED, False)):
         policy = Policy(tiny_model(), layout)
@@ -119,7 +119,7 @@ def test_records_that_are_out_of_step_with_their_tokens_end_the_run() -> None:
     data = truncated(batch())
     assert data.kept_lengths is not None
     first = int(np.flatnonzero(data.kept_lengths)[0])
-    data.token_ids[first] = (set(range(262)) - {*kept_of(data, np.array([first])).ids}).pop()  # type: ignore[union-attr]
+    data.token_ids[first] = (set(range(262)) - {*sampling_masks_of(data, np.array([first])).ids}).pop()  # type: ignore[union-attr]
     with pytest.raises(RunFailed, match=r"which is not among the \d+ ids that truncation is said to have left"):
         trainer(tiny_model()).step(data)
     data = truncated(batch())
@@ -135,7 +135,7 @@ def assembled(model: PreTrainedModel, *, receiver: MemoryReceiver | None = None)
     fleet = Fleet()
     fleet.attach(engine)
     limits = EngineLimits.of([engine.capabilities])
-    return engine, Gateway(Generator(fleet, request_seconds=60), scripted_tokenizer(), unheard, model="policy", limits=limits)
+    return engine, Gateway(Generator(fleet, request_seconds=60), scripted_tokenizer(), record_nothing, model="policy", limits=limits)
 
 
 async def conversed(
@@ -221,7 +221,7 @@ def test_truncated_turns_are_masked_where_engines_keep_no_record_or_nobody_wants
         bare = EngineLimits.of([engine.capabilities], without=frozenset({Feature.SAMPLING_MASKS}))
         fleet = Fleet()
         fleet.attach(engine)
-        without = Gateway(Generator(fleet, request_seconds=60), scripted_tokenizer(), unheard, model="policy", limits=bare)
+        without = Gateway(Generator(fleet, request_seconds=60), scripted_tokenizer(), record_nothing, model="policy", limits=bare)
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(engine.run())
             assert (await conversed(without, TRUNCATED)).masked == {Reason.NOT_POLICY_SAMPLED: 24}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from midflight.archive.stored import copy_in_words, reading
+from midflight.archive.store_reader import copy_in_words, reading
 from midflight.errors import ConfigError, StoreFailed
 from midflight.trainer.folders import CheckpointState, draft_of, finish, latest_checkpoint
 from midflight.trainer.folders import begin as begin_checkpoint

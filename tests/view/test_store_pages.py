@@ -19,7 +19,7 @@ from tests.archive.stores import SAYS, Recorded
 from midflight.archive.conversation import conversation_of
 from midflight.archive.groups import GroupFilter, page_of
 from midflight.archive.ledger import ledger_of
-from midflight.archive.stored import rollout_key
+from midflight.archive.store_reader import rollout_key
 from midflight.trajectories.database import SCHEMA_VERSION
 from midflight.types import Reason
 

@@ -19,7 +19,7 @@ from midflight.testing.script import Script
 from midflight.testing.scripted import Call, ScriptedEngine
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Attestation, Chunk, GenerateRequest, PauseMode, SamplingParams
-from midflight.types.facts import unheard
+from midflight.types.facts import record_nothing
 from midflight.weights.handover import Handover
 
 from .fleets import RecordingFleet, manifest
@@ -29,7 +29,7 @@ CALLS: list[Call] = ["stage", "pause", "health", "commit", "resume"]
 
 
 def handover(fleet: object, way: Way, *, mode: PauseMode | Literal["auto"] = "auto", max_paused: int = 1) -> Handover:
-    return Handover(fleet, pause_mode=mode, way=way, stage_seconds=5.0, commit_seconds=2.0, record=unheard, max_paused=max_paused)
+    return Handover(fleet, pause_mode=mode, way=way, stage_seconds=5.0, commit_seconds=2.0, record=record_nothing, max_paused=max_paused)
 
 
 # --- Versions side by side -------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from midflight.run.rollout.serving import HEALTH_SECONDS, Rejoin
 from midflight.testing.scripted import ScriptedEngine
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import PauseMode
-from midflight.types.facts import unheard
+from midflight.types.facts import record_nothing
 from midflight.weights.handover import Handover
 
 from .fleets import freeze, manifest
@@ -39,7 +39,7 @@ class Site:
             way=way,
             stage_seconds=STAGE,
             commit_seconds=COMMIT,
-            record=unheard,
+            record=record_nothing,
         )
         self.control = Control(self.fleet, Generator(self.fleet, request_seconds=100), pause_seconds=3.0)
 
@@ -173,7 +173,7 @@ def test_a_process_that_takes_connections_and_answers_nothing_is_not_asked() -> 
     async def main() -> None:
         async with await asyncio.start_server(lambda _, writer: frozen.append(writer), "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            remote = RemoteEngine("b", f"http://127.0.0.1:{port}", token=None, record=unheard)
+            remote = RemoteEngine("b", f"http://127.0.0.1:{port}", token=None, record=record_nothing)
             attaching = asyncio.ensure_future(remote.run())
             while not frozen:
                 await asyncio.sleep(0.01)

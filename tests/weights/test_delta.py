@@ -502,7 +502,7 @@ def refused(manifest: WeightManifest, match: str) -> None:
 
 
 def test_the_way_arrives_over_the_trainers_route(shared: Publisher):
-    from midflight.run.api.routes import WeightsBody
+    from midflight.run.api.trainer_routes import WeightsBody
 
     shared.publish(1, weights(1))
     manifest = shared.publish(2, weights(2))

@@ -24,7 +24,7 @@ from midflight.types import TensorSpec, TransferOrder, WeightManifest, WorkerSta
 from midflight.weights.transports.broadcast import BroadcastPublisher
 from midflight.weights.transports.deltas import DeltaPublisher
 from midflight.weights.transports.direct import DirectFeed, DirectRound, RoundBroken, legs
-from midflight.weights.transports.rendezvous import Again, Join, Refused, Sent
+from midflight.weights.transports.rendezvous import Join, KeepGroup, LastBucketSent, Refused
 
 sys.path.append(str(INSIDE))
 import midflight_direct
@@ -43,7 +43,7 @@ def ordered(group: str | None = None) -> DirectRound:
     """Two workers that are told to meet in group g, as ranks 3 and 4."""
     at = DirectRound(legs(MANIFEST, set())[0], member="m", group=group, workers=2)
     at.order(TERMS, None, host="10.0.0.1")
-    at.sent(Sent(("x", "y")))
+    at.sent(LastBucketSent(("x", "y")))
     return at
 
 
@@ -82,8 +82,8 @@ def test_i7_workers_that_do_not_hold_just_what_was_sent_break_the_round(states: 
 def test_a_group_that_the_workers_were_never_in_a_broadcast_that_ends_early_and_a_refusal_end_the_round() -> None:
     at = DirectRound(legs(MANIFEST, set())[0], member="m", group="g", workers=2)
     with pytest.raises(RoundBroken, match="never made"):
-        at.order(Again(), None, host="h")
-    assert at.order(Again(), TERMS, host="h").again
+        at.order(KeepGroup(), None, host="h")
+    assert at.order(KeepGroup(), TERMS, host="h").again
     with pytest.raises(RoundBroken, match="did not come to its end"):
         at.sent(None)
     with pytest.raises(WeightsCorrupt, match="was released"):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
-from midflight.environments.conversation import with_observation
+from midflight.environments.built_in_loop import with_observation
 from midflight.errors import EnvironmentFailed
 from midflight.types import Json, Result, Task
 

@@ -17,9 +17,9 @@ from typing import Any, cast
 from midflight.adapters.dockerfile import files_in, furnished_by
 from midflight.adapters.games import ask_model, settings
 from midflight.entries import load_entry
+from midflight.environments.result_checks import number_in
 from midflight.environments.sandboxes.choice import sandbox
 from midflight.environments.sandboxes.port import Box, BoxSetup
-from midflight.environments.scoring import number_in
 from midflight.errors import ConfigError, EnvironmentFailed
 from midflight.types import Json, Result, Task
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from midflight.archive.credit import Credit, credit_of
 from midflight.archive.groups import GroupFilter, GroupView, RolloutBrief, page_of
 from midflight.archive.messages import MessageReader, RecordedMessage, as_chat
-from midflight.archive.stored import StoreReader, reading
+from midflight.archive.store_reader import StoreReader, reading
 from midflight.config import Config, load_config
 from midflight.errors import MidflightError, NoRun
 from midflight.trajectories.database import State, decode_rows, decode_scored, decode_turn

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from midflight.archive.stored import StoreReader, group_key
+from midflight.archive.store_reader import StoreReader, group_key
 from midflight.config import Config
 from midflight.errors import MidflightError
 from midflight.trajectories.database import decode_scored

@@ -13,7 +13,7 @@ import msgspec
 
 from midflight.archive.conversation import reader_of
 from midflight.archive.messages import MessageReader, RecordedMessage, as_chat
-from midflight.archive.stored import StoreReader, reading
+from midflight.archive.store_reader import StoreReader, reading
 from midflight.errors import ConfigError
 from midflight.trajectories.database import decode_rows, decode_scored
 from midflight.types import GroupKey, Json, Kind, RolloutKey, Row, Task, Version

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from midflight.archive.search import WordIndex
-from midflight.archive.stored import GROUP_STATE, StoreReader, reading
+from midflight.archive.store_reader import GROUP_STATE, StoreReader, reading
 from midflight.errors import NoRun
 from midflight.observe.failures import failure_class
 from midflight.observe.history import read_journal

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from midflight.archive.stored import GROUP_STATE, StoreReader, reading
+from midflight.archive.store_reader import GROUP_STATE, StoreReader, reading
 from midflight.trajectories.database import State, decode_turn
 from midflight.types import Accounts, Fate, Reason
 

@@ -10,7 +10,7 @@ from midflight.archive.conversation import ConversationView
 from midflight.archive.groups import GroupFilter, conditions
 from midflight.archive.ledger import Ledger
 from midflight.archive.messages import RecordedMessage
-from midflight.archive.stored import reading
+from midflight.archive.store_reader import reading
 from midflight.errors import NoRun
 from midflight.observe.completions import cut, indented
 from midflight.observe.readable import number as as_text

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from midflight.archive.stored import StoreReader, file_of, reading
+from midflight.archive.store_reader import StoreReader, file_of, reading
 from midflight.errors import MidflightError
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.database import decode_rows, decode_scored, naming

@@ -63,7 +63,7 @@ def samples(
     """
     from midflight.archive.conversation import conversation_of
     from midflight.archive.samples import SampleChoice, chosen, in_words
-    from midflight.archive.stored import copy_in_words, rollout_key
+    from midflight.archive.store_reader import copy_in_words, rollout_key
     from midflight.cli.put_back import put_back_at
 
     put_back_at(run)
@@ -91,7 +91,7 @@ def ledger(run: RunFolder, debug: Debug = False) -> int:
 
     from midflight.archive.ledger import ledger_of
     from midflight.archive.samples import ledger_table
-    from midflight.archive.stored import copy_in_words
+    from midflight.archive.store_reader import copy_in_words
     from midflight.cli.put_back import put_back_at
 
     put_back_at(run)

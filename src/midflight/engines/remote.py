@@ -18,7 +18,7 @@ from midflight.engines.streams import ChunkStream, ChunkStreams
 from midflight.errors import EngineError, EngineUnavailable, MidflightError, Stopping
 from midflight.sender_clock import SenderClock
 from midflight.types.facts import EngineStepped, Record
-from midflight.wire.client import LOSSES, Answered, HttpClient
+from midflight.wire.client import LOSSES, HttpAnswer, HttpClient
 
 _log = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -310,7 +310,7 @@ def _decoded(content: bytes, kind: type[R]) -> R:
         ) from error
 
 
-def _refusal(name: str, path: str, answer: Answered) -> Exception:
+def _refusal(name: str, path: str, answer: HttpAnswer) -> Exception:
     """The error of an answer in OpenAI's shape."""
     try:
         body = json.loads(answer.content)["error"]

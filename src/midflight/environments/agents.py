@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from midflight.config.agents import UntrackedSection
-from midflight.environments.scoring import Unjudged
+from midflight.environments.result_checks import UnscoredRollout
 from midflight.errors import AgentFailed, ConfigError, EnvironmentFailed, UntrackedUnavailable
 from midflight.ports import SessionHandle
 from midflight.types import Result, Task
@@ -50,7 +50,7 @@ class AgentHost(Protocol):
         ...
 
     async def judge(
-        self, task: Task, attempts: Sequence[Unjudged], *, name: str
+        self, task: Task, attempts: Sequence[UnscoredRollout], *, name: str
     ) -> Sequence[Result]:
         """Scores attempts of one group that `run` returned, under a name in the place of a session.
         Waits for the reward functions, and raises their errors.
@@ -68,7 +68,7 @@ class AgentHost(Protocol):
         ...
 
 
-class AgentsHere:
+class LocalAgents:
     """Implements `AgentHost` on the event loop of this process. A plain function gets a thread of
     its own for each rollout.
     """
@@ -105,7 +105,7 @@ class AgentsHere:
         return found
 
     async def judge(
-        self, task: Task, attempts: Sequence[Unjudged], *, name: str
+        self, task: Task, attempts: Sequence[UnscoredRollout], *, name: str
     ) -> Sequence[Result]:
         raise EnvironmentFailed(
             "nothing here scores groups; name a function in [[environment.rewards]]."

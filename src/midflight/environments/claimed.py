@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 from midflight.environments.worker_pool import HERE, RolloutPlacement
 from midflight.errors import RewardFixed, SessionClosed, UnknownSession
 from midflight.stopwatch import Stopwatch
-from midflight.types import Result, Task, Unclaimed
+from midflight.types import Result, Task, UnclaimedRollouts
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -92,7 +92,7 @@ class Board:
             self._claimed_at = asyncio.get_running_loop().time()
         return taken
 
-    def unclaimed(self) -> Unclaimed | None:
+    def unclaimed(self) -> UnclaimedRollouts | None:
         """The rollouts that wait to be claimed, or None."""
         if not self._offered:
             return None
@@ -100,7 +100,7 @@ class Board:
         seconds = self.unclaimed_seconds(next(iter(self._offered)))
         idle = 0.0 if self._claimed else min(seconds, now - self._ended_at)
         since_claim = None if self._claimed_at is None else now - self._claimed_at
-        return Unclaimed(len(self._offered), seconds, idle, since_claim)
+        return UnclaimedRollouts(len(self._offered), seconds, idle, since_claim)
 
     def placement(self, session_id: str) -> RolloutPlacement:
         """The place of a rollout that has begun."""
@@ -219,7 +219,7 @@ class Claimed:
             self.board.withdraw(offer)
 
     def excused_seconds(self, session_id: str) -> float:
-        """See `AgentsHere.excused`: no rollout is to blame for the wait for a worker."""
+        """See `LocalAgents.excused`: no rollout is to blame for the wait for a worker."""
         return self.board.unclaimed_seconds(session_id)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from midflight.allowance import Allowance, Expired
-from midflight.environments.scoring import Unjudged, checked_result
+from midflight.environments.result_checks import UnscoredRollout, checked_result
 from midflight.errors import EnvironmentFailed, RolloutTimeout
 from midflight.types import GroupKey, Result, RolloutKey, Task
 
@@ -21,7 +21,7 @@ class ScoresGroups(Protocol):
     """The part of an `AgentHost` that is used here."""
 
     async def judge(
-        self, task: Task, attempts: Sequence[Unjudged], *, name: str
+        self, task: Task, attempts: Sequence[UnscoredRollout], *, name: str
     ) -> Sequence[Result]: ...
     def excused(self, session_id: str) -> float: ...
     def tool_seconds(self, session_id: str) -> float: ...
@@ -34,7 +34,7 @@ class _WaitingAttempt:
     """
 
     sample: int
-    attempt: Unjudged
+    attempt: UnscoredRollout
     turn: asyncio.Future[list[_WaitingAttempt]]
     result: asyncio.Future[Result]
 
@@ -76,7 +76,7 @@ class GroupScorer:
         if not gathering.num_running:
             asyncio.get_running_loop().call_soon(self._look, key)
 
-    async def settled(self, key: RolloutKey, task: Task, attempt: Unjudged) -> Result:
+    async def settled(self, key: RolloutKey, task: Task, attempt: UnscoredRollout) -> Result:
         """Waits for the rollouts of the group to end, each of which has a deadline, and for their
         scores. It is ended by those, or by `seconds`.
         """

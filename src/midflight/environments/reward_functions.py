@@ -12,9 +12,9 @@ from typing import Any, TypeVar, cast
 from midflight.config.agents import RewardSection, SandboxSection
 from midflight.entries import load_entry
 from midflight.environments.agents import in_thread
+from midflight.environments.result_checks import number_in
 from midflight.environments.sandboxes.choice import sandbox_of
 from midflight.environments.sandboxes.port import Sandbox
-from midflight.environments.scoring import number_in
 from midflight.errors import BadReward, ConfigError, TaskFieldMissing, first_error, nearest
 from midflight.types import Json, Result, Task
 

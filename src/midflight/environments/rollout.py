@@ -12,15 +12,15 @@ from midflight.allowance import Allowance, Expired
 from midflight.config.bounds import RolloutBound
 from midflight.environments.agents import AgentHost, without_secrets
 from midflight.environments.group_scoring import GroupScorer
-from midflight.environments.rollout_time import RolloutTime, unbounded
-from midflight.environments.scoring import (
+from midflight.environments.result_checks import (
     UNSCORED,
-    Unjudged,
+    UnscoredRollout,
     result_of,
     scored_roles,
     shown_metrics,
     unscored_role,
 )
+from midflight.environments.rollout_time import RolloutTime, unbounded
 from midflight.errors import (
     AgentFailed,
     BadReward,
@@ -74,7 +74,7 @@ class Outcome:
     result: Result
     error: str | None = None
     trace: str | None = None
-    unjudged: Unjudged | None = None
+    unscored: UnscoredRollout | None = None
     """The attempt, if it is scored together with the others of the group once they have ended. Then
     there is no result yet.
     """
@@ -191,11 +191,11 @@ class RolloutRunner:
         """Waits for the others of the group if they are scored together. No session is open any
         more.
         """
-        if outcome.unjudged is None:
+        if outcome.unscored is None:
             self._judging.left(key.group)
             return outcome
         try:
-            return Outcome(await self._judging.settled(key, task, outcome.unjudged))
+            return Outcome(await self._judging.settled(key, task, outcome.unscored))
         except Exception as error:
             return _failure(error)
         except BaseException:
@@ -271,8 +271,8 @@ class RolloutRunner:
     async def _attempt(self, task: Task, session: SessionHandle) -> Outcome:
         try:
             found = await result_of(await self._agents.run(task, session), task=task)
-            if isinstance(found, Unjudged):
-                return Outcome(UNSCORED, unjudged=found)
+            if isinstance(found, UnscoredRollout):
+                return Outcome(UNSCORED, unscored=found)
             return Outcome(found)
         except asyncio.CancelledError:
             raise

@@ -12,8 +12,8 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from midflight.environments.conversation import is_worth_a_try, wait_seconds
-from midflight.environments.scoring import Unjudged
+from midflight.environments.built_in_loop import is_worth_a_try, wait_seconds
+from midflight.environments.result_checks import UnscoredRollout
 from midflight.errors import EnvironmentFailed, MidflightError
 from midflight.ports import Chats, SessionHandle
 from midflight.types import Result, Task
@@ -56,7 +56,7 @@ class LocalAnswers:
         self._chats = chats
 
     async def judge(
-        self, task: Task, attempts: Sequence[Unjudged], *, name: str
+        self, task: Task, attempts: Sequence[UnscoredRollout], *, name: str
     ) -> Sequence[Result]:
         raise EnvironmentFailed(
             "nothing here scores groups; name a function in [[environment.rewards]]."

@@ -38,7 +38,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import NamedTuple, Protocol, cast
 
-from midflight.environments.scoring import Unjudged
+from midflight.environments.result_checks import UnscoredRollout
 from midflight.environments.tool_time import ToolTime
 from midflight.errors import AgentFailed, AgentLost, EnvironmentFailed
 from midflight.lateness import Lateness, delay_of
@@ -241,7 +241,7 @@ class WorkerPool:
             self._withdraw(job)
 
     async def judge(
-        self, task: Task, attempts: Sequence[Unjudged], *, name: str
+        self, task: Task, attempts: Sequence[UnscoredRollout], *, name: str
     ) -> Sequence[Result]:
         """Scores attempts in a worker, see `AgentHost.judge`. Waits as `run` does."""
         written = json.dumps([asdict(attempt) for attempt in attempts])

@@ -1,7 +1,7 @@
 """Writes numbers, durations, sizes and shares for people."""
 
 from midflight.observe.status import SourceStatus
-from midflight.types import Unclaimed
+from midflight.types import UnclaimedRollouts
 
 UNKNOWN = "–"
 
@@ -26,7 +26,7 @@ def duration(seconds: float | None) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-def unclaimed_words(found: Unclaimed) -> str:
+def unclaimed_words(found: UnclaimedRollouts) -> str:
     """`4 rollouts wait to be claimed, the oldest for 2 min 10 s; the last claim was 3 min 05 s
     ago`.
     """

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import TypeVar
 
-from midflight.types import Accounts, Unclaimed, facts
+from midflight.types import Accounts, UnclaimedRollouts, facts
 
 K = TypeVar("K")
 
@@ -256,7 +256,7 @@ class Status:
     bound: Bound = Bound.UNKNOWN
     advice: str = ""
     """The option to change, in a few words."""
-    unclaimed: Unclaimed | None = None
+    unclaimed: UnclaimedRollouts | None = None
     """The rollouts that wait for workers outside, if such workers run the agents."""
     sample: facts.Shown | None = None
     """The last rollout that ended with tokens to train on, if rollouts are shown."""

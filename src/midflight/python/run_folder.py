@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from midflight.archive.journal import Tail
-from midflight.archive.stored import file_of
+from midflight.archive.store_reader import file_of
 from midflight.errors import ConfigError
 from midflight.observe.lines import Line, decode_line
 from midflight.text.tokenizer import Tokenizer

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from midflight.config.sections import Config
-from midflight.environments.agents import AgentsHere, Environment, SharedClients
+from midflight.environments.agents import Environment, LocalAgents, SharedClients
 from midflight.environments.posted import PostedTasks
 from midflight.environments.sources import Source
 from midflight.gateway.http.http import build_app
@@ -36,7 +36,7 @@ from midflight.run.trainer.training import Stage, Steps, TrainingLoop, WeightsOu
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.store import Store
 from midflight.types import Float32, Int32, PackedBatch, Version, WeightManifest
-from midflight.types.facts import Record, Stepped, unheard
+from midflight.types.facts import Record, Stepped, record_nothing
 from midflight.wire.memory import MemoryTransport
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ async def open_ring(
     sources: Sequence[Source],
     environment: Environment,
     folder: Path,
-    record: Record = unheard,
+    record: Record = record_nothing,
     version: Version = 0,
     checkpoint: Version | None = None,
     client_for: Callable[[Serving, SessionHandle], AsyncOpenAI] | None = None,
@@ -274,7 +274,7 @@ async def open_ring(
         SharedClients(transport=MemoryTransport(app, requests), untracked=untracked) as clients,
     ):
         given = partial(client_for, serving) if client_for else clients.client_for
-        host = AgentsHere(environment, client_for=given, plain_client_for=clients.plain_client_for)
+        host = LocalAgents(environment, client_for=given, plain_client_for=clients.plain_client_for)
         agents = Agents(config, serving, host, record)
         system = RolloutSystem(
             agents,

@@ -25,7 +25,7 @@ from midflight.observe.logs import log_failure, use_json_logs
 from midflight.observe.timeline import TIMELINE
 from midflight.trackers.delivery import DeliveryLog, flat_summary, tell, tracked
 from midflight.trackers.spans import RolloutSpans
-from midflight.trackers.tracker import Tracker, made
+from midflight.trackers.tracker import Tracker, make_tracker
 
 LOOK_SECONDS = 0.5
 """Seconds between two looks at the journal."""
@@ -75,7 +75,7 @@ class TrackerThread(threading.Thread):
         say(TrackerMessage(self.name))
 
     def _opened(self) -> Tracker:
-        tracker = made(self.name)
+        tracker = make_tracker(self.name)
         is_new = self._told.is_new
         id = None if is_new else self._told.id or ""
         found = tracker.open(tracked(self._config, self._folder, id=id))

@@ -102,7 +102,7 @@ KNOWN = {
 """The trackers of `services`: the class of each by its name."""
 
 
-def made(name: str) -> Tracker:
+def make_tracker(name: str) -> Tracker:
     """The tracker of this name, or an instance of the user's class at `module:Class`. Raises
     `ConfigError` with the remedy if there is none.
     """

@@ -18,7 +18,7 @@ from torch import Tensor
 from midflight.errors import RunFailed
 from midflight.trainer.credit import Scoring, token_advantages
 from midflight.trainer.model.microbatch import Index, Predictions, on_device, predictions_of, shift
-from midflight.trainer.model.scores import kept_of
+from midflight.trainer.model.scores import sampling_masks_of
 from midflight.types import PackedBatch, Reason
 
 LEAST_LOGPROB = -1000.0
@@ -86,7 +86,7 @@ def step_tokens(
     admitted = shift(mask, offsets)
     rollout = shift(rollout_of_token, offsets)[admitted]
     predictions = predictions_of(batch.token_ids, offsets, mask=mask, experts=batch.experts)
-    kept = kept_of(batch, np.flatnonzero(mask))
+    kept = sampling_masks_of(batch, np.flatnonzero(mask))
     behaviour = shift(batch.logprobs, offsets)[admitted]
     advantage = token_advantages(batch, scoring, rollout_of_token)[admitted]
     age = batch.train_version - shift(batch.versions, offsets)[admitted]

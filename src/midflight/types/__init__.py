@@ -54,7 +54,7 @@ from midflight.types.rollouts import (
     SessionRecord,
     Task,
     Trajectory,
-    Unclaimed,
+    UnclaimedRollouts,
 )
 
 __all__ = [
@@ -99,7 +99,7 @@ __all__ = [
     "Turn",
     "TurnTimes",
     "UInt8",
-    "Unclaimed",
+    "UnclaimedRollouts",
     "Version",
     "WeightManifest",
     "WorkerState",

@@ -428,6 +428,6 @@ Record: TypeAlias = Callable[[Fact], None]
 """Applies a fact. Never waits, and never raises for reasons of its own."""
 
 
-def unheard(fact: Fact) -> None:
+def record_nothing(fact: Fact) -> None:
     """Records nothing. It is for parts that run without observers."""
     del fact

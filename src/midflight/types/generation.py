@@ -369,7 +369,7 @@ class Chunk(msgspec.Struct, frozen=True):
     the end sends them with the last chunk. They replace the versions of the earlier chunks.
     """
     kept: tuple[bytes, ...] = ()
-    """The record of `types.kept` of each token: the ids that truncation kept. Empty unless asked
+    """The record of `types.sampling_masks` of each token: the ids that truncation kept. Empty unless asked
     for, or if the engine has none.
     """
     experts: bytes = b""

@@ -96,7 +96,7 @@ class Feature(StrEnum):
     """The engine reports how likely the tokens of a prompt are; see `ports.PromptScorer`."""
     SAMPLING_MASKS = "sampling_masks"
     """The engine can report for each token the ids that top-p, top-k and min-p kept; see
-    `types.kept`.
+    `types.sampling_masks`.
     """
 
 

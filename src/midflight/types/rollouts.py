@@ -163,7 +163,7 @@ class Row:
     turns: Int32 | None = None
     """The number of the token's answer, from 0 in the order of the session's requests."""
     kept: UInt8 | None = None
-    """The records of truncation (`types.kept`) of the tokens that this row trains on, end to end.
+    """The records of truncation (`types.sampling_masks`) of the tokens that this row trains on, end to end.
     It is None if no token has one.
     """
     kept_lengths: Int32 | None = None
@@ -420,7 +420,7 @@ class Accounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Unclaimed:
+class UnclaimedRollouts:
     """Rollouts that wait until a worker outside claims them."""
 
     number: int

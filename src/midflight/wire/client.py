@@ -14,7 +14,7 @@ because it is a cancellation.
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class HttpAnswer:
     """A whole answer."""
 
     status: int
@@ -72,10 +72,10 @@ class HttpClient:
         *,
         seconds: float | None = None,
         headers: Mapping[str, str] | None = None,
-    ) -> Answered:
+    ) -> HttpAnswer:
         """Waits for the whole answer, whatever its status: for ever, or for `seconds`."""
         async with self.open(method, path, body, seconds=seconds, headers=headers) as answer:
-            return Answered(answer.status, await answer.read())
+            return HttpAnswer(answer.status, await answer.read())
 
     @asynccontextmanager
     async def open(

@@ -6,10 +6,10 @@ import asyncio
 
 from starlette.types import ASGIApp, Message
 
-from midflight.wire.client import Answered
+from midflight.wire.client import HttpAnswer
 
 
-async def ask(app: ASGIApp, path: str, body: bytes) -> Answered:
+async def ask(app: ASGIApp, path: str, body: bytes) -> HttpAnswer:
     """Waits for the whole answer to a POST, in the task of the caller. The application gets the
     caller's cancellation as it is.
     """
@@ -21,7 +21,7 @@ async def ask(app: ASGIApp, path: str, body: bytes) -> Answered:
         "headers": [(b"content-length", b"%d" % len(body))],
     }
     await app(scope, exchange.receive, exchange.send)
-    return Answered(exchange.status, b"".join(exchange.parts))
+    return HttpAnswer(exchange.status, b"".join(exchange.parts))
 
 
 class _MemoryExchange:

@@ -28,7 +28,7 @@ from midflight.gateway.fleet.health import HealthWatch
 from midflight.models.load import save_model
 from midflight.run.rollout import serving
 from midflight.types import Chunk, GenerateRequest, PauseMode, SamplingParams, Version, WeightManifest
-from midflight.types.facts import unheard
+from midflight.types.facts import record_nothing
 from midflight.weights.handover import Handover
 
 PROBE = "model.embed_tokens.weight"
@@ -181,7 +181,7 @@ class Theatre:
             way=way,  # type: ignore[arg-type]
             stage_seconds=STAGE_SECONDS,
             commit_seconds=commit_seconds,
-            record=unheard,
+            record=record_nothing,
         )
         self.health = HealthWatch(self.fleet, interval_seconds=0.1, stall_seconds=0.6)
         self.answers: list[list[Chunk]] = []
@@ -210,7 +210,7 @@ class Theatre:
         self.servers.append(fake)
         self._ports.append(free_port())
         self.companions.append(self._tasks.create_task(self._companion(index)))
-        remote = RemoteEngine(f"e{index}", f"http://127.0.0.1:{self._ports[index]}", token=None, record=unheard)
+        remote = RemoteEngine(f"e{index}", f"http://127.0.0.1:{self._ports[index]}", token=None, record=record_nothing)
         self.spawn(remote.run())
         await remote.connect(seconds=5)
         self.fleet.attach(remote)

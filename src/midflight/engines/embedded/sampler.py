@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from midflight.types.kept import pack_kept
+from midflight.types.sampling_masks import pack_kept
 
 Ints = NDArray[np.int64]
 
@@ -232,7 +232,7 @@ class SampledIds:
     top_logprobs: NDArray[np.float64]
     """[R, W]"""
     kept: tuple[bytes | None, ...] = ()
-    """[R] the part of the vocabulary that truncation left, as records of `types.kept`. It is `None`
+    """[R] the part of the vocabulary that truncation left, as records of `types.sampling_masks`. It is `None`
     for rows that do not ask. Empty if no row asks.
     """
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from midflight.engines.embedded.experts import ExpertRecords
-from midflight.engines.embedded.guesses import guess
 from midflight.engines.embedded.prefixes import Prefixes, PrefixRoom
+from midflight.engines.embedded.prompt_lookup import guess
 from midflight.engines.embedded.runner import StepBatch
 from midflight.engines.embedded.sampler import Masks, SampledIds, sample
 from midflight.engines.embedded.table import SlotTable, Submission

@@ -20,7 +20,7 @@ from midflight.gateway.fleet.routing import Loads, Pins
 from midflight.gateway.fleet.waiting_line import WaitingLine
 from midflight.ports import Engine
 from midflight.types import Capabilities, Version
-from midflight.types.facts import Quarantined, Record, Rejoined, unheard
+from midflight.types.facts import Quarantined, Record, Rejoined, record_nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Fleet:
     no polling.
     """
 
-    def __init__(self, *, record: Record = unheard, come_back: bool = False) -> None:
+    def __init__(self, *, record: Record = record_nothing, come_back: bool = False) -> None:
         """With `come_back` the process that starts the engines restarts them when they die, and
         ends this process if it cannot. Then a request's time is stopped while no engine takes it.
         """

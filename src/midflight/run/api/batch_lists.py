@@ -9,7 +9,7 @@ import msgspec
 
 from midflight.trajectories.packing import NO_ANSWER
 from midflight.types import PackedBatch, Row
-from midflight.types.kept import kept_ids
+from midflight.types.sampling_masks import kept_ids
 
 
 class RowLists(msgspec.Struct, frozen=True):

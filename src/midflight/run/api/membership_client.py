@@ -5,7 +5,7 @@ from urllib.parse import quote, urlencode
 import msgspec
 
 from midflight.run.api.membership import PATH, EngineAddress
-from midflight.wire.client import Answered, HttpClient
+from midflight.wire.client import HttpAnswer, HttpClient
 
 
 class MembershipClient:
@@ -14,10 +14,10 @@ class MembershipClient:
     def __init__(self, http: HttpClient) -> None:
         self._http = http
 
-    async def members(self, *, seconds: float) -> Answered:
+    async def members(self, *, seconds: float) -> HttpAnswer:
         return await self._http.call("GET", PATH, seconds=seconds)
 
-    async def put(self, name: str, address: EngineAddress, *, seconds: float) -> Answered:
+    async def put(self, name: str, address: EngineAddress, *, seconds: float) -> HttpAnswer:
         return await self._http.call(
             "PUT", f"{PATH}/{quote(name, safe='')}", msgspec.json.encode(address), seconds=seconds
         )
@@ -30,7 +30,7 @@ class MembershipClient:
         drain_seconds: float | None = None,
         for_good: bool = False,
         seconds: float | None = None,
-    ) -> Answered:
+    ) -> HttpAnswer:
         asked = {"force": str(force).lower()}
         if drain_seconds is not None:
             asked["drain_seconds"] = str(drain_seconds)

@@ -13,7 +13,7 @@ from midflight.run.parts import PartLost
 from midflight.trajectories.packing import from_bytes
 from midflight.types import PackedBatch, Version, WeightManifest
 from midflight.types.facts import Stepped
-from midflight.wire.client import Answered, HttpClient
+from midflight.wire.client import HttpAnswer, HttpClient
 
 AGAIN_SECONDS = 0.2
 """The wait between two requests to a rollout process that is being started again."""
@@ -84,7 +84,7 @@ class RolloutClient:
             raise PartLost(f"the rollout process answered {verb} with {answer.status}: {said}")
         return answer.content
 
-    async def _again(self, path: str, content: bytes) -> Answered:
+    async def _again(self, path: str, content: bytes) -> HttpAnswer:
         """Waits for the process while it is started again; ended by its answer, or with this
         process.
         """

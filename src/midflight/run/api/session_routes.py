@@ -16,10 +16,10 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from midflight.environments.claimed import Board, Offer, claims, reward_in
-from midflight.environments.scoring import checked_result, scored_roles
+from midflight.environments.result_checks import checked_result, scored_roles
 from midflight.errors import BadReward, NothingToClaim, RequestRejected
 from midflight.gateway.answers.gateway import Gateway
-from midflight.gateway.answers.owner import OwnedRecord, OwnedSessions
+from midflight.gateway.answers.owned_sessions import OwnedRecord, OwnedSessions
 from midflight.gateway.sessions.registry import SessionRegistry
 from midflight.run.api.batch_lists import rows_as_lists
 from midflight.run.api.service import PREFIX

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from midflight.environments.scoring import Unjudged
+from midflight.environments.result_checks import UnscoredRollout
 from midflight.types import Result
 
 PATH: Final = "/midflight/v1/worker"
@@ -72,31 +72,31 @@ class AgentEnded(msgspec.Struct, tag="ended", frozen=True):
     turns: tuple[float, ...] = ()
     fields: dict[str, Any] = {}
     roles: dict[str, float | None] = {}
-    unjudged: dict[str, Any] | None = None
+    unscored: dict[str, Any] | None = None
     """The attempt, in place of a result: it is to be scored beside the others of its group."""
-    judged: list[dict[str, Any]] | None = None
+    group_results: list[dict[str, Any]] | None = None
     """The results of a group that was scored."""
 
-    def result(self) -> Result | Unjudged | list[Result]:
-        if self.judged is not None:
-            return [Result(**_heard(each)) for each in self.judged]
-        if self.unjudged is not None:
-            return Unjudged(**_heard(self.unjudged))
+    def result(self) -> Result | UnscoredRollout | list[Result]:
+        if self.group_results is not None:
+            return [Result(**_heard(each)) for each in self.group_results]
+        if self.unscored is not None:
+            return UnscoredRollout(**_heard(self.unscored))
         return Result(
             self.reward, self.components, self.metrics, self.turns, self.fields, self.roles
         )
 
 
-def ended_with(session_id: str, result: Result | Unjudged) -> AgentEnded:
+def ended_with(session_id: str, result: Result | UnscoredRollout) -> AgentEnded:
     """The message for a result, which is checked."""
-    if isinstance(result, Unjudged):
-        return AgentEnded(session_id, unjudged=asdict(result))
+    if isinstance(result, UnscoredRollout):
+        return AgentEnded(session_id, unscored=asdict(result))
     return AgentEnded(session_id, **_plain(result))
 
 
-def judged_with(session_id: str, results: Sequence[Result]) -> AgentEnded:
+def group_ended_with(session_id: str, results: Sequence[Result]) -> AgentEnded:
     """The message for the results of a group, which are checked."""
-    return AgentEnded(session_id, judged=[_plain(result) for result in results])
+    return AgentEnded(session_id, group_results=[_plain(result) for result in results])
 
 
 def _plain(result: Result) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from midflight.run.parts import (
     serve_while,
 )
 from midflight.text.tokenizer import Tokenizer
-from midflight.types.facts import unheard
+from midflight.types.facts import record_nothing
 from midflight.weights.transports.select import receiver
 from midflight.wire.server import serve_app
 
@@ -50,7 +50,7 @@ def make_engine(config: Config, model: Path, *, name: str, version: int) -> Embe
         tokenizer=Tokenizer.load(model),
         name=name,
         receiver=receiver(stage_seconds=config.weights.stage_seconds),
-        record=unheard,
+        record=record_nothing,
         max_running=section.max_running,
         max_batch_tokens=section.max_batch_tokens,
         max_context=config.model.max_context,

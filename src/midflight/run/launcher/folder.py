@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from midflight.archive.stored import store_folder_of
+from midflight.archive.store_reader import store_folder_of
 from midflight.config.dump import as_toml
 from midflight.config.sections import Config
 from midflight.errors import ConfigError

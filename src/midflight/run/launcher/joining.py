@@ -35,7 +35,7 @@ from midflight.run.launcher.shutdown import main_task
 from midflight.run.parts import PartLost, serve_while
 from midflight.run.scratch import remove_left
 from midflight.version import __version__
-from midflight.wire.client import Answered, HttpClient
+from midflight.wire.client import HttpAnswer, HttpClient
 from midflight.wire.server import listen, serve_app
 
 E = TypeVar("E", bound=ServedEngine)
@@ -96,7 +96,7 @@ async def asked(door: GatewayAccess, *, name: str, patience_seconds: float) -> E
     return found.run
 
 
-def _check_token(door: GatewayAccess, answer: Answered) -> None:
+def _check_token(door: GatewayAccess, answer: HttpAnswer) -> None:
     if answer.status == 401:
         raise ConfigError(
             f"the gateway at {door.url} does not accept the token: give the control token that the "
@@ -181,7 +181,7 @@ class JoinedEngine:
                 self._tell(f"{lost}; it is asked again for {self._patience_seconds:g} s")
             await asyncio.sleep(SAY_SECONDS)
 
-    def _hear(self, answer: Answered) -> None:
+    def _hear(self, answer: HttpAnswer) -> None:
         """Takes an answer. An error that ends the first attempt may pass later, such as another
         engine with this name, or a network that was broken for a while.
         """
@@ -233,7 +233,7 @@ def _bounded(seconds: float) -> float:
     return max(seconds, SAY_SECONDS)
 
 
-def _error_in(answer: Answered) -> tuple[str, str]:
+def _error_in(answer: HttpAnswer) -> tuple[str, str]:
     try:
         error = msgspec.json.decode(answer.content)["error"]
         return str(error["message"]), str(error["code"])

@@ -34,7 +34,7 @@ from midflight.trainer.model.microbatch import Example, answer_predictions, spli
 from midflight.trainer.model.policy import Policy
 from midflight.trainer.model.probe import proven_layout
 from midflight.types import GenerateRequest, SamplingParams, Task
-from midflight.types.facts import unheard
+from midflight.types.facts import record_nothing
 from midflight.weights.transports.select import receiver
 
 WORK = 17_000_000_000
@@ -185,7 +185,7 @@ class Measurement:
             tokenizer=tokenizer,
             name="measured",
             receiver=receiver(),
-            record=unheard,
+            record=record_nothing,
             max_running=max(WIDTHS),
             max_batch_tokens=self._config.engine.max_batch_tokens,
             max_context=min(self._config.model.max_context, longest + MOST_TOKENS),

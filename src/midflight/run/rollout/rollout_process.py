@@ -23,14 +23,14 @@ from midflight.config.model_defaults import usual_rate
 from midflight.config.sections import Config
 from midflight.engines.introduction import About, ask_about
 from midflight.engines.remote import RemoteEngine
+from midflight.environments.agent_program import AgentProgram
 from midflight.environments.agents import AgentHost, SharedClients
 from midflight.environments.claimed import Board, Claimed
-from midflight.environments.registry import AgentProgram
 from midflight.environments.single_turn import LocalAnswers
 from midflight.environments.sources import Source, load_sources
 from midflight.environments.tasks import posted_tasks
 from midflight.environments.worker_pool import HERE, RolloutPlacement, WorkerPool
-from midflight.gateway.answers.owner import OwnedSessions, SessionExpiry
+from midflight.gateway.answers.owned_sessions import OwnedSessions, SessionExpiry
 from midflight.gateway.http.chats import InProcessChats
 from midflight.gateway.http.http import build_app
 from midflight.observe.alarms import Alarms
@@ -47,10 +47,10 @@ from midflight.run.api.dashboard import dashboard_route
 from midflight.run.api.disk_weights import DiskWeights
 from midflight.run.api.info import info_route
 from midflight.run.api.membership import EngineAddress, member_routes
-from midflight.run.api.routes import TrainerRoutes
 from midflight.run.api.session_routes import SessionRoutes
 from midflight.run.api.task_routes import tasks_route
 from midflight.run.api.teacher import Teacher, score_route
+from midflight.run.api.trainer_routes import TrainerRoutes
 from midflight.run.api.worker_routes import WorkerRoutes, watch_workers
 from midflight.run.parts import (
     TEACHER,

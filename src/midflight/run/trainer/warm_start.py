@@ -27,7 +27,7 @@ from midflight.trainer.model.microbatch import Example, Layout
 from midflight.trainer.schedule import Schedule
 from midflight.trainer.supervised import SupervisedTrainer
 from midflight.types import GenerateRequest, SamplingParams, Task
-from midflight.types.facts import unheard
+from midflight.types.facts import record_nothing
 from midflight.weights.transports.select import receiver
 
 EVALUATED = 256
@@ -186,7 +186,7 @@ class Accuracy:
             tokenizer=lessons.tokenizer,
             name="warm-start",
             receiver=receiver(),
-            record=unheard,
+            record=record_nothing,
             max_running=max(1, len(lessons.heldout)),
             max_batch_tokens=config.engine.max_batch_tokens,
             max_context=config.model.max_context,

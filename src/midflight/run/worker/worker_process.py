@@ -31,10 +31,10 @@ from weakref import WeakKeyDictionary
 import aiohttp
 
 from midflight.config.environment import EnvironmentSection
+from midflight.environments.agent_program import AgentProgram
 from midflight.environments.agents import AgentHost, SharedClients
-from midflight.environments.conversation import BuiltInLoop
-from midflight.environments.registry import AgentProgram
-from midflight.environments.scoring import Unjudged, checked_result, result_of
+from midflight.environments.built_in_loop import BuiltInLoop
+from midflight.environments.result_checks import UnscoredRollout, checked_result, result_of
 from midflight.environments.worker_pool import BEAT_SECONDS
 from midflight.errors import Cost, MidflightError
 from midflight.run.api import worker_wire as wire
@@ -190,10 +190,10 @@ class Worker:
 
     async def _judged(self, given: wire.RunAgent, task: Task) -> wire.AgentEnded:
         """Waits for the functions that score a group."""
-        attempts = [Unjudged(**each) for each in json.loads(given.attempts or "[]")]
+        attempts = [UnscoredRollout(**each) for each in json.loads(given.attempts or "[]")]
         results = await self._host.judge(task, attempts, name=given.session_id)
         checked = [checked_result(result, task=task) for result in results]
-        return wire.judged_with(given.session_id, checked)
+        return wire.group_ended_with(given.session_id, checked)
 
     async def _agent(self, given: wire.RunAgent) -> None:
         """Waits for one agent. An exception of the agent ends that agent alone."""

@@ -120,20 +120,20 @@ def _alike(lengths: Int[np.ndarray, " R"]) -> list[list[int]]:
     return parts
 
 
-LAID: Final[ContextVar[Runs | None]] = ContextVar("midflight_runs", default=None)
+PACKED_RUNS: Final[ContextVar[Runs | None]] = ContextVar("midflight_runs", default=None)
 """The rows of the micro-batch that this thread computes. They are not handed through the model,
 because many architectures do not pass on arguments that they do not know.
 """
 
 
 @contextmanager
-def laid(runs: Runs | None) -> Generator[None]:
+def packed_runs(runs: Runs | None) -> Generator[None]:
     """Meanwhile the model's only row is made of these runs."""
-    token = LAID.set(runs)
+    token = PACKED_RUNS.set(runs)
     try:
         yield
     finally:
-        LAID.reset(token)
+        PACKED_RUNS.reset(token)
 
 
 def ragged_attention(
@@ -155,7 +155,7 @@ def ragged_attention(
     Scores may be capped (`softcap`), and each head may have a sink that draws attention away
     (`s_aux`).
     """
-    runs = LAID.get()
+    runs = PACKED_RUNS.get()
     _refuse_unknown(unknown, attention_mask)
     assert runs is not None and runs.num_tokens == query.shape[2], "a micro-batch names its runs"
     chunk = _chunk(module)

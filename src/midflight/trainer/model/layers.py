@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from midflight.errors import ConfigError
-from midflight.trainer.model.attention import LAID, laid
+from midflight.trainer.model.attention import PACKED_RUNS, packed_runs
 
 MIXERS = (
     "GatedDeltaNet",
@@ -49,14 +49,14 @@ class _Unpacking(nn.Module):
     """A mixin of a layer's class, so that copies of the model have it as well."""
 
     def forward(self, *given: Any, **named: Any) -> Any:
-        runs = LAID.get()
+        runs = PACKED_RUNS.get()
         if runs is None:
             return super().forward(*given, **named)
         packed: Tensor = named["hidden_states"] if "hidden_states" in named else given[0]
         tables, where = runs.under_each_other
         parts = list[Tensor]()
         found = cast("Any", None)
-        with laid(None):
+        with packed_runs(None):
             for table in tables:
                 index = torch.from_numpy(table).to(packed.device)
                 given_rows = [_rows(x, index, packed) for x in given]
@@ -107,10 +107,10 @@ def _checkpointed(forward: Callable[..., Any], *given: Any, **named: Any) -> Any
     """Remembers how the micro-batch lies: the backward may come in another thread, and at a time
     when another micro-batch lies there.
     """
-    runs = LAID.get()
+    runs = PACKED_RUNS.get()
 
     def again(*given: Any, **named: Any) -> Any:
-        with laid(runs):
+        with packed_runs(runs):
             return forward(*given, **named)
 
     return checkpoint(again, *given, use_reentrant=False, **named)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from midflight.errors import ConfigError
 from midflight.trainer.model.attention import Runs
-from midflight.trainer.model.scores import Kept
+from midflight.trainer.model.scores import SamplingMasks
 from midflight.types import UInt8
 
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -173,7 +173,7 @@ class Predictions:
     """[K], ascending"""
     targets: Index
     """[K], the tokens to predict"""
-    kept: Kept | None = None
+    kept: SamplingMasks | None = None
     """The ids that each token was drawn from. None: each from the whole vocabulary."""
     experts: UInt8 | None = None
     """[N, B], the experts that the engine sent each input token to, if it recorded them"""
@@ -204,7 +204,7 @@ class MicroBatch:
     targets: Int[Tensor, " k"]
     predictions: Int[Tensor, " k"]
     """The numbers of these predictions among the `Predictions`."""
-    kept: Kept | None
+    kept: SamplingMasks | None
     """The ids that these predictions were drawn from, see `Predictions`."""
     experts: UInt8 | None = None
     """[N, B], as in `Predictions`; tokens that rows share have the experts of the first row."""

@@ -27,7 +27,7 @@ from torch.nn.functional import embedding, silu
 from transformers import PreTrainedModel
 
 from midflight.models.plain import is_plain, sides_of
-from midflight.trainer.model.attention import laid, ragged_attention
+from midflight.trainer.model.attention import packed_runs, ragged_attention
 from midflight.trainer.model.microbatch import MicroBatch
 
 _CACHED = 2**16
@@ -66,7 +66,7 @@ class PlainDecoder:
         cos, sin = decoder.rotary_emb(x, micro.position_ids)
         half = cos.shape[-1] // 2
         turn = torch.complex(cos[0, :, :half], sin[0, :, :half])[:, None]
-        with laid(micro.runs):
+        with packed_runs(micro.runs):
             for layer in decoder.layers:
                 x = self._through(layer, x, turn)
         last = cast(Tensor, _Normed.apply(x.index_select(0, micro.inputs), self._eps))

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from midflight.errors import RunFailed
 from midflight.models.proof import forget_lengths
 from midflight.models.routing import routers_of
-from midflight.trainer.model.attention import Runs, attend_raggedly, laid
+from midflight.trainer.model.attention import Runs, attend_raggedly, packed_runs
 from midflight.trainer.model.layers import unpack_mixers
 from midflight.trainer.model.microbatch import Layout, MicroBatch
 from midflight.trainer.model.plain import PlainDecoder, can_be_plain
@@ -54,7 +54,7 @@ class TokenModel(nn.Module):
     def _hidden(self, micro: MicroBatch) -> Float[Tensor, "k H"]:
         if self._plain is not None:
             return self._plain.hidden(micro)
-        with laid(micro.runs):
+        with packed_runs(micro.runs):
             found = self.model.base_model(**self._read(micro))
         hidden: Tensor = found.last_hidden_state.flatten(0, 1)[micro.inputs]
         kind = hidden.device.type
@@ -134,7 +134,7 @@ class Policy(TokenModel):
     def _logits(self, micro: MicroBatch) -> Float[Tensor, "k V"]:
         if micro.runs is None:  # rows keep different predictions, so all logits are made
             return self.model(**self._read(micro)).logits.flatten(0, 1)[micro.inputs]
-        with laid(micro.runs):
+        with packed_runs(micro.runs):
             return self.model(**self._read(micro), logits_to_keep=micro.inputs).logits[0]
 
 
@@ -183,7 +183,7 @@ def has_plain_head(model: PreTrainedModel) -> bool:
         return False
     device = layer.weight.device
     ids = torch.tensor([[1, 2, 3]], device=device)
-    with laid(Runs.of_one(3)):
+    with packed_runs(Runs.of_one(3)):
         hidden: Tensor = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         logits: Tensor = model(input_ids=ids, use_cache=False).logits
     if hidden.shape[-1] != layer.in_features:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from midflight.errors import RunFailed
 from midflight.types import PackedBatch
-from midflight.types.kept import unpack_kept
+from midflight.types.sampling_masks import unpack_kept
 
 Index = NDArray[np.int64]
 
@@ -38,7 +38,7 @@ products with it stay finite.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kept:
+class SamplingMasks:
     """The ids that truncation left for each of K predictions: prediction k has those in
     [offsets[k], offsets[k + 1]), and none where nothing was cut off.
     """
@@ -47,12 +47,12 @@ class Kept:
     offsets: Index
     """[K + 1]"""
 
-    def at(self, chosen: Index) -> Kept:
+    def at(self, chosen: Index) -> SamplingMasks:
         """Returns the ids of these predictions only."""
         counts = np.diff(self.offsets)[chosen]
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
         moved = np.repeat(self.offsets[chosen] - offsets[:-1], counts)
-        return Kept(self.ids[moved + np.arange(offsets[-1])], offsets)
+        return SamplingMasks(self.ids[moved + np.arange(offsets[-1])], offsets)
 
     def cut(self, logits: Float[Tensor, "k V"], part: slice | None = None) -> Float[Tensor, "k V"]:
         """Logits of all predictions, or of `part` of them, without those of ids that were cut off.
@@ -71,7 +71,7 @@ class Kept:
         return logits.masked_fill(was_cut[:, None], CUT).index_put((rows, ids), kept)
 
 
-def kept_of(batch: PackedBatch, places: Index) -> Kept | None:
+def sampling_masks_of(batch: PackedBatch, places: Index) -> SamplingMasks | None:
     """The ids that were kept for the tokens at these places in the batch, or None if the batch has
     no records. Raises `RunFailed` if a record can't be read, or lacks its token.
     """
@@ -82,11 +82,11 @@ def kept_of(batch: PackedBatch, places: Index) -> Kept | None:
     begins = np.cumsum(lengths) - lengths
     own = np.repeat(ends[places] - lengths - begins, lengths) + np.arange(lengths.sum())
     try:
-        kept = Kept(*unpack_kept(batch.kept[own], lengths))
+        kept = SamplingMasks(*unpack_kept(batch.kept[own], lengths))
     except ValueError as error:
         raise RunFailed(
             f"the batch of version {batch.train_version} says in `kept` what truncation left, and "
-            f"has {error}. Send the bytes of `types.kept`."
+            f"has {error}. Send the bytes of `types.sampling_masks`."
         ) from error
     token = batch.token_ids[places]
     counts = np.diff(kept.offsets)
@@ -119,7 +119,7 @@ def token_scores(
     temperature: float,
     with_entropy: bool = False,
     chunk: int = CHUNK,
-    kept: Kept | None = None,
+    kept: SamplingMasks | None = None,
 ) -> tuple[Float[Tensor, " k"], Float[Tensor, " k"] | None]:
     """log softmax(z / temperature) at the targets, and the entropy of that distribution in nats if
     it is asked for; z = hidden weight^T + bias.
@@ -148,7 +148,7 @@ class _TokenScores(torch.autograd.Function):
         temperature: float,
         entropy: bool,
         rows: int,
-        cut: Kept | None,
+        cut: SamplingMasks | None,
     ):
         precise = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         chosen = hidden.new_empty(len(targets), dtype=precise)

@@ -16,7 +16,7 @@ from midflight.archive.runs import (
     differences,
     flat,
 )
-from midflight.archive.stored import copy_in_words
+from midflight.archive.store_reader import copy_in_words
 from midflight.archive.times import Times, failures, split
 from midflight.errors import RunGone
 from midflight.observe.history import JournalHistory

@@ -37,14 +37,14 @@ from midflight.weights.transports.process_group import (
 from midflight.weights.transports.publisher import Publisher, copy_into, named_shapes
 from midflight.weights.transports.rendezvous import (
     Address,
-    Again,
     Answer,
     Ask,
     Backend,
     Gathering,
     Join,
+    KeepGroup,
+    LastBucketSent,
     Refused,
-    Sent,
     WaitingReceiver,
 )
 from midflight.wire.edge import same_token
@@ -238,13 +238,13 @@ class BroadcastService:
         if group is None:
             group = await self._meet(members)
         else:
-            _answer(members, Again())
+            _answer(members, KeepGroup())
         hashed = any(m.ask.workers is not None for m in members)
         digests = await self._in_thread(self._broadcast, group, data, hashed)
         self._keep(members, group)
         # else it was released, and the bytes that were hashed may not be those that were sent
         if self._data(members[0].ask) is data:
-            _answer([m for m in members if m.ask.workers is not None], Sent(digests))
+            _answer([m for m in members if m.ask.workers is not None], LastBucketSent(digests))
 
     def _broadcast(self, group: BroadcastGroup, data: Tensor, hashed: bool) -> tuple[str, ...]:
         digests: list[str] = []

@@ -19,12 +19,12 @@ from midflight.weights.manifest import extent, repacked
 from midflight.weights.transports.rendezvous import (
     MAX_LINE,
     Address,
-    Again,
     Answer,
     Ask,
     Join,
+    KeepGroup,
+    LastBucketSent,
     Refused,
-    Sent,
     line,
     read_answer,
 )
@@ -136,7 +136,7 @@ class DirectRound:
         match answer:
             case Join():
                 self._terms = answer
-            case Again() if known is not None and known.group == self._group:
+            case KeepGroup() if known is not None and known.group == self._group:
                 self._terms = known
             case Refused(reason):
                 raise WeightsCorrupt(
@@ -149,7 +149,7 @@ class DirectRound:
         return TransferOrder(
             version=self._manifest.version,
             group=terms.group,
-            again=isinstance(answer, Again),
+            again=isinstance(answer, KeepGroup),
             host=host,
             port=terms.port,
             rank=terms.rank,
@@ -170,7 +170,7 @@ class DirectRound:
         """Takes the publisher's word that all is sent. `None` means that the publisher
         has hung up.
         """
-        if not isinstance(answer, Sent):
+        if not isinstance(answer, LastBucketSent):
             raise RoundBroken("the broadcast did not come to its end")
         self._digests = answer.digests
 

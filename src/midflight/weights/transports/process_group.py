@@ -24,10 +24,10 @@ from midflight.weights.transports.file_receiver import verify
 from midflight.weights.transports.rendezvous import (
     MAX_LINE,
     Address,
-    Again,
     Answer,
     Ask,
     Join,
+    KeepGroup,
     Refused,
     buckets,
     line,
@@ -287,7 +287,7 @@ class BroadcastReceiver:
                 self._group = None
                 store = join_store(publisher.getpeername()[0], answer)
                 return BroadcastGroup(answer, store, interface=publisher.getsockname()[0])
-            case Again() if self._group is not None:
+            case KeepGroup() if self._group is not None:
                 return self._group
             case Refused(reason):
                 raise WeightsCorrupt(

@@ -64,7 +64,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     """The time for making the group, and for each bucket."""
 
 
-class Again(msgspec.Struct, frozen=True, tag=True):
+class KeepGroup(msgspec.Struct, frozen=True, tag=True):
     """The group that the receiver named is whole and has the right members. They meet there."""
 
 
@@ -72,14 +72,14 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-class Sent(msgspec.Struct, frozen=True, tag=True):
+class LastBucketSent(msgspec.Struct, frozen=True, tag=True):
     """The last bucket is sent. Goes to the companion that asked for workers."""
 
     digests: tuple[str, ...]
     """The beginning of the SHA-256 of each bucket."""
 
 
-Answer = Join | Again | Refused | Sent
+Answer = Join | KeepGroup | Refused | LastBucketSent
 
 _ask = msgspec.json.Decoder(Ask)
 _answer = msgspec.json.Decoder(Answer)

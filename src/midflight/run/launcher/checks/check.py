@@ -16,7 +16,7 @@ from midflight.config.sections import Config
 from midflight.run.parts import Purpose
 
 if TYPE_CHECKING:
-    from midflight.environments.registry import AgentProgram
+    from midflight.environments.agent_program import AgentProgram
     from midflight.environments.sources import Source
     from midflight.text.tokenizer import Tokenizer
 

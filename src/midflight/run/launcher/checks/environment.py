@@ -11,8 +11,8 @@ from midflight.run.launcher.checks.check import Plan
 
 def environment(plan: Plan) -> None:
     """Imports the environment, and starts its servers of tools once."""
+    from midflight.environments.agent_program import AgentProgram
     from midflight.environments.mcp_servers import check_servers
-    from midflight.environments.registry import AgentProgram
 
     section = plan.config.environment
     entries = ", ".join(entries_of(section))
@@ -39,7 +39,7 @@ def trackers(plan: Plan) -> None:
     """Makes each tracker that the user wrote."""
     for name in plan.config.observe.trackers:
         if ":" in name:
-            from midflight.trackers.tracker import made
+            from midflight.trackers.tracker import make_tracker
 
             plan.doing(f"imports {name}")
-            made(name)
+            make_tracker(name)

@@ -24,12 +24,12 @@ from midflight.environments.agents import hide_secrets
 from midflight.environments.claimed import Claimed
 from midflight.errors import UnknownLease
 from midflight.gateway.answers.gateway import Gateway
-from midflight.gateway.answers.owner import OwnedSessions
+from midflight.gateway.answers.owned_sessions import OwnedSessions
 from midflight.gateway.http.http import build_app
 from midflight.run.api.info import info_route
-from midflight.run.api.routes import TrainerRoutes
 from midflight.run.api.session_routes import SessionRoutes
 from midflight.run.api.task_routes import tasks_route
+from midflight.run.api.trainer_routes import TrainerRoutes
 from midflight.testing.virtual_time import run_virtual
 from midflight.trajectories.packing import from_bytes, pack
 from midflight.types import (
@@ -46,7 +46,7 @@ from midflight.types import (
     Version,
     WeightManifest,
 )
-from midflight.types.facts import Record, Stepped, unheard
+from midflight.types.facts import Record, Stepped, record_nothing
 from midflight.wire.memory import MemoryTransport
 
 TOKEN = "the-control-token-of-this-test"
@@ -125,7 +125,7 @@ class Site:
 
 @asynccontextmanager
 async def site(
-    *, service: Service | None = None, max_sessions: int = 10, record: Record = unheard, model: Path = Path("none")
+    *, service: Service | None = None, max_sessions: int = 10, record: Record = record_nothing, model: Path = Path("none")
 ) -> AsyncIterator[Site]:
     service, environment, finished = service or Service(), Claimed(), asyncio.Event()
     gateway = make_gateway(ScriptedGenerator(), record, anonymous=False, max_sessions=max_sessions)

@@ -14,15 +14,15 @@ import msgspec
 
 from midflight.config.environment import EnvironmentSection
 from midflight.environments.mcp_servers import McpServers
+from midflight.environments.result_checks import UnscoredRollout, checked_result
 from midflight.environments.reward_functions import Dialogue, Rewards
-from midflight.environments.scoring import Unjudged, checked_result
 from midflight.environments.stateful import Episode, StatefulClass
 from midflight.environments.tool_time import UNLIMITED, ToolTime
 from midflight.environments.tools import CallableTool, Toolbox, ToolSource, load_tools
 from midflight.errors import ConfigError, EnvironmentFailed, TaskFieldMissing
 from midflight.ports import SessionHandle
 from midflight.types import Json, Result, Task
-from midflight.wire.client import Answered
+from midflight.wire.client import HttpAnswer
 
 TRIES = 3
 """The number of tries of a request that no engine could answer, as in the SDK."""
@@ -35,13 +35,13 @@ WAIT_SECONDS = 0.5
 LONGEST_WAIT_SECONDS = 8.0
 PATH = "/v1/chat/completions"
 
-Post: TypeAlias = Callable[[str, bytes], Awaitable[Answered]]
+Post: TypeAlias = Callable[[str, bytes], Awaitable[HttpAnswer]]
 """Posts a body to a path of the gateway. Waits for the whole answer, or until its caller cancels
 it.
 """
 
 
-async def ask_with_retries(post: Post, session: SessionHandle, body: bytes) -> Answered:
+async def ask_with_retries(post: Post, session: SessionHandle, body: bytes) -> HttpAnswer:
     """The answer to a chat. Waits for it, and a little before each further try, or until its caller
     cancels it.
     """
@@ -152,14 +152,14 @@ class BuiltInLoop:
 
     # --- One rollout ------------------------------------------------------------------------------
 
-    async def run(self, task: Task, session: SessionHandle) -> Result | Unjudged:
+    async def run(self, task: Task, session: SessionHandle) -> Result | UnscoredRollout:
         """Waits for answers, tools and rewards, or until its caller cancels it."""
         try:
             return await self._attempted(task, session)
         finally:
             self._in_tools.pop(session.session_id, None)
 
-    async def _attempted(self, task: Task, session: SessionHandle) -> Result | Unjudged:
+    async def _attempted(self, task: Task, session: SessionHandle) -> Result | UnscoredRollout:
         async with AsyncExitStack() as open_now:
             stateful = self._class_of(task)
             episode = None if stateful is None else stateful.made()
@@ -259,7 +259,7 @@ class BuiltInLoop:
         kept = {name: value for name, value in choice["message"].items() if value not in (None, [])}
         return {**kept, "content": kept.get("content", "")}
 
-    async def _scored(self, attempt: Dialogue, episode: Episode | None) -> Result | Unjudged:
+    async def _scored(self, attempt: Dialogue, episode: Episode | None) -> Result | UnscoredRollout:
         components = dict(await self.rewards.score(attempt))
         if episode is not None and episode.scores:
             values = {
@@ -271,14 +271,16 @@ class BuiltInLoop:
             components |= _named("environment", await episode.reward(values, attempt.task))
         return await complete_result(self.rewards, attempt, components)
 
-    async def judge(self, task: Task, attempts: Sequence[Unjudged], *, name: str) -> list[Result]:
+    async def judge(
+        self, task: Task, attempts: Sequence[UnscoredRollout], *, name: str
+    ) -> list[Result]:
         """The results of a group's attempts, from the reward functions of whole groups."""
-        return await judged(self.rewards, task, attempts)
+        return await group_results(self.rewards, task, attempts)
 
 
 async def complete_result(
     rewards: Rewards, attempt: Dialogue, components: Mapping[str, float | None]
-) -> Result | Unjudged:
+) -> Result | UnscoredRollout:
     """The result, or the attempt that is still to be judged beside the others of its group. It is
     judged here if a function asks for the environment's object.
     """
@@ -287,7 +289,7 @@ async def complete_result(
         (found,) = await rewards.score_group([attempt])
         checked.update(found)
     elif rewards.of_group:
-        return Unjudged(
+        return UnscoredRollout(
             attempt.messages,
             attempt.num_prompt,
             attempt.completion_ids,
@@ -298,7 +300,9 @@ async def complete_result(
     return Result(rewards.total(checked), checked, attempt.metrics, (), attempt.fields)
 
 
-async def judged(rewards: Rewards, task: Task, waiting: Sequence[Unjudged]) -> list[Result]:
+async def group_results(
+    rewards: Rewards, task: Task, waiting: Sequence[UnscoredRollout]
+) -> list[Result]:
     """The results of attempts that waited to be judged together."""
     attempts = [
         Dialogue(

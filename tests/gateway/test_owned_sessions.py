@@ -10,7 +10,7 @@ from tests.gateway.offered import DEFAULTS, ScriptedGenerator, make_gateway
 
 from midflight.errors import Overloaded, RewardFixed, SessionClosed, Unauthorized, UnknownSession
 from midflight.gateway.answers.gateway import Gateway
-from midflight.gateway.answers.owner import MAX_AT_ONCE, OwnedSessions, SessionExpiry
+from midflight.gateway.answers.owned_sessions import MAX_AT_ONCE, OwnedSessions, SessionExpiry
 from midflight.gateway.sessions.registry import OpenSession
 from midflight.gateway.sessions.request import CompletionCall, Messages
 from midflight.run.parts import serve_while

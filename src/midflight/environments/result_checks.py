@@ -27,7 +27,7 @@ UNSCORED = Result(None)
 
 
 @dataclass(frozen=True, slots=True)
-class Unjudged:
+class UnscoredRollout:
     """An attempt that functions score beside the others of its group, once all of them have
     ended.
     """
@@ -43,11 +43,11 @@ class Unjudged:
     roles: dict[str, float | None] = field(default_factory=dict[str, float | None])
 
 
-async def result_of(returned: object, *, task: Task) -> Result | Unjudged:
+async def result_of(returned: object, *, task: Task) -> Result | UnscoredRollout:
     """The checked result. Waits for a late reward, if there is one, until the deadline of its
     rollout. Raises `BadReward` with the task, the value and the remedy.
     """
-    if isinstance(returned, Unjudged):
+    if isinstance(returned, UnscoredRollout):
         return returned
     if isinstance(returned, Result) and inspect.isawaitable(returned.reward):
         returned = replace(returned, reward=await returned.reward)

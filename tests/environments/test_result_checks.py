@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from midflight import Result
-from midflight.environments.scoring import checked_result
+from midflight.environments.result_checks import checked_result
 from midflight.errors import BadReward
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import GroupKey, RolloutKey

@@ -20,7 +20,7 @@ from midflight.engines.streams import ChunkStream, ChunkStreams, StepOutput
 from midflight.engines.wire import StepFrame, can_carry, decode_engine_frame, encode, pack_chunks, pack_step, step_kept
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Chunk, GenerateRequest
-from midflight.types.kept import kept_ids, pack_kept, unpack_kept
+from midflight.types.sampling_masks import kept_ids, pack_kept, unpack_kept
 
 
 def sets(records: list[bytes]) -> list[list[int]]:

@@ -18,14 +18,14 @@ from midflight.config.environment import EnvironmentSection
 from midflight.entries import load_entry
 from midflight.environments.agents import (
     AgentHost,
-    AgentsHere,
     Environment,
+    LocalAgents,
     SharedClients,
     is_async,
 )
-from midflight.environments.conversation import BuiltInLoop, Post, complete_result, judged
+from midflight.environments.built_in_loop import BuiltInLoop, Post, complete_result, group_results
+from midflight.environments.result_checks import UnscoredRollout, result_of
 from midflight.environments.reward_functions import Dialogue, Rewards
-from midflight.environments.scoring import Unjudged, result_of
 from midflight.environments.stateful import is_stateful
 from midflight.errors import ConfigError, TaskFieldMissing
 from midflight.ports import SessionHandle
@@ -164,7 +164,7 @@ class AgentProgram:
                 yield conversations
             return
         async with clients() as shared:
-            here = AgentsHere(
+            here = LocalAgents(
                 self.environment,
                 client_for=shared.client_for,
                 plain_client_for=shared.plain_client_for,
@@ -181,12 +181,12 @@ class ScoredAgents:
         self._host = host
         self._rewards = rewards
 
-    async def run(self, task: Task, session: SessionHandle) -> Result | Unjudged:
+    async def run(self, task: Task, session: SessionHandle) -> Result | UnscoredRollout:
         """Runs an agent, see `AgentHost.run`. An environment that returns nothing but None could
         not run its agent, and is not scored (I10).
         """
         said = await result_of(await self._host.run(task, session), task=task)
-        if isinstance(said, Unjudged):
+        if isinstance(said, UnscoredRollout):
             return said
         if said.reward is None and not said.fields and not said.components:
             return said
@@ -199,9 +199,9 @@ class ScoredAgents:
         return replace(scored, turns=tuple(said.turns), roles=dict(said.roles))
 
     async def judge(
-        self, task: Task, attempts: Sequence[Unjudged], *, name: str
+        self, task: Task, attempts: Sequence[UnscoredRollout], *, name: str
     ) -> Sequence[Result]:
-        return await judged(self._rewards, task, attempts)
+        return await group_results(self._rewards, task, attempts)
 
     def excused(self, session_id: str) -> float:
         return self._host.excused(session_id)

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from midflight.environments import single_turn
-from midflight.environments.registry import environment, environment_name, load_environment
+from midflight.environments.agent_program import environment, environment_name, load_environment
 from midflight.errors import ConfigError
 
 from .fakes import FakeClient, task
 
 SOURCE = """
-from midflight.environments.registry import environment
+from midflight.environments.agent_program import environment
 
 @environment(name="called by class")
 class Judge:

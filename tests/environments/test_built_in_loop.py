@@ -11,7 +11,7 @@ from midflight.environments import tools as tools_module
 from midflight.errors import BadReward, EnvironmentFailed, TaskFieldMissing
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Result, Task
-from midflight.wire.client import Answered
+from midflight.wire.client import HttpAnswer
 
 from .talking import Gateway, Session, loop_over, result, says
 
@@ -144,7 +144,7 @@ def test_the_loop_ends_at_max_turns_and_says_so():
     assert (found.metrics["tools/exhausted"], found.metrics["tools/calls"]) == (1.0, 2.0)  # those of the last answer are not made
 
 
-FULL = Answered(400, b'{"error": {"code": "context_length_exceeded", "message": "too long"}}')
+FULL = HttpAnswer(400, b'{"error": {"code": "context_length_exceeded", "message": "too long"}}')
 
 
 def test_a_conversation_that_fills_the_context_is_scored_as_it_is():
@@ -152,20 +152,20 @@ def test_a_conversation_that_fills_the_context_is_scored_as_it_is():
     assert found.reward == 1.0
 
 
-@pytest.mark.parametrize("refused", [FULL, Answered(500, b"broken")])
+@pytest.mark.parametrize("refused", [FULL, HttpAnswer(500, b"broken")])
 def test_i10_a_first_request_that_is_refused_is_no_reward(refused):
     with pytest.raises(EnvironmentFailed, match=f"the gateway answered {refused.status}"):
         run(Gateway([refused]))
 
 
 def test_a_busy_gateway_is_asked_again():
-    assert run(Gateway([Answered(429, b""), Answered(503, b""), says("5")])).reward == 1.0
+    assert run(Gateway([HttpAnswer(429, b""), HttpAnswer(503, b""), says("5")])).reward == 1.0
 
 
 def test_a_full_gateway_is_asked_until_it_has_room_and_one_without_engines_three_times():
-    assert run(Gateway([Answered(429, b"")] * 50 + [says("5")])).reward == 1.0
+    assert run(Gateway([HttpAnswer(429, b"")] * 50 + [says("5")])).reward == 1.0
     with pytest.raises(EnvironmentFailed, match="the gateway answered 503"):
-        run(Gateway([Answered(503, b"")] * 3))
+        run(Gateway([HttpAnswer(503, b"")] * 3))
 
 
 # --- Environments with state ------------------------------------------------------------------------------------------

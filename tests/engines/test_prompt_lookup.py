@@ -10,7 +10,7 @@ from tests.models.tiny import tiny_model
 from tests.models.zoo import tiny
 
 from midflight.engines.embedded.engine import EmbeddedEngine, Generated
-from midflight.engines.embedded.guesses import guess
+from midflight.engines.embedded.prompt_lookup import guess
 from midflight.types import PauseMode
 
 TURNS = "ab ab ab ab ab ab ab "
