@@ -91,8 +91,11 @@ class Gateways:
         budgets: RestartBudgets,
         purpose: Purpose,
         say: Callable[[Message], None],
+        seconds: Callable[[], float],
     ) -> None:
-        """`worker_token` is the token that workers show to gateways."""
+        """`worker_token` is the token that workers show to gateways. `seconds` tells the time that
+        the run has run so far.
+        """
         self._config = config
         self._parts = parts
         self._children = children
@@ -102,6 +105,7 @@ class Gateways:
         self._budgets = budgets
         self._purpose = purpose
         self._say = say
+        self._seconds = seconds
 
     async def keep(self, part: GatewayPart) -> None:
         """Runs one rollout process until that has ended as it should, or cannot be started
@@ -151,6 +155,7 @@ class Gateways:
                 shard=part.shard,
                 owner=self._access.gateway if part.shard else None,
                 again=again,
+                seconds=self._seconds(),
             )
 
         await self._children.brief_and_follow(rollout, spec)

@@ -75,11 +75,14 @@ class Ring:
         budgets: RestartBudgets | None = None,
         objects: bytes = given.NOTHING,
         watchdog: Watchdog | None = None,
+        seconds: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """`lock` holds the run's folder while a part that writes there lives. `budgets` outlive one
-        attempt. `objects` are a program's, packed.
+        attempt. `objects` are a program's, packed. `seconds` tells the time that the run has run so
+        far.
         """
         self._config = config
+        self._seconds = seconds
         self._on_message = on_message
         self._given_model = model
         self._control_token = control_token
@@ -195,6 +198,7 @@ class Ring:
             budgets=self._budgets,
             purpose=purpose,
             say=self._on_message,
+            seconds=self._seconds,
         )
         self._workers = Workers(
             self._config, self.children, token=worker_token, say=self._on_message
