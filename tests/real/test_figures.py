@@ -20,7 +20,7 @@ import pytest
 from midflight.archive.runs import open_run
 from midflight.observe.readable import duration, number
 
-from .processes import CONFIG, ENVIRON, Command, steps
+from .processes import CONFIG, ENVIRON, Command, journal, steps
 
 pytestmark = pytest.mark.timeout(180)
 OWN = Path(__file__).parents[1] / "trackers" / "own.py"
@@ -53,8 +53,8 @@ class Told:
 
     folder: Path
     summary: dict[str, Any]
-    line: str
-    """The last line of the log."""
+    lines: list[str]
+    """The lines of its log."""
     table: dict[str, str]
     """The table at the end."""
     page: dict[str, str]
@@ -121,7 +121,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
     yield Told(
         folder=run,
         summary=json.loads((run / "summary.json").read_text()),
-        line=next(line for line in reversed(out.splitlines()) if "  done  " in line),
+        lines=out.splitlines(),
         table=boxed(out),
         page=tiles(pages["run"]),
         waits=cells(pages["time"], "waits"),
@@ -167,7 +167,16 @@ def test_terminal_viewer_and_report_show_each_figure_of_the_summary(told: Told) 
     of_run = {"state": "finished", "steps": "8 of 8", "version": "8", "reward, last step": number(steps(told.folder)[-1]["reward"])}
     for name, shown in (("viewer", told.page), ("report", told.report)):
         assert {label: shown.get(label) for label in of_run} == of_run, name
-    assert "step 8/8" in told.line
+    assert any("  done  step 8/8" in line for line in told.lines)
+
+
+def test_the_journal_tells_time_by_the_clock_of_the_command(told: Told) -> None:
+    """An evaluation's line is written at its end, and the terminal's at its beginning: start and warm start were before both."""
+    said = next(line for line in told.lines if "  evaluation  task 0/16" in line)
+    found = re.match(r" *(\d+) s ", said)
+    assert found is not None, said
+    scored, *_, last = journal(told.folder)
+    assert int(found[1]) - 0.5 <= scored["seconds"] < last["seconds"] <= told.summary["seconds"]
 
 
 def test_the_list_of_runs_and_the_page_of_time_say_the_same(told: Told) -> None:

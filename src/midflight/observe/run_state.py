@@ -82,12 +82,15 @@ class RunState:
         start_version: Version = 0,
         slots: int | None = None,
         cores: CoreUse = CoreUse(),
+        seconds: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`slots` is the number of requests that all engines may decode together."""
+        """`slots` is the number of requests that all engines may decode together, and `seconds` the
+        time that the run has run so far.
+        """
         self._began = clock()
         self._clock = clock
-        self._before = 0.0
+        self._before = seconds
         self.accounts: Callable[[], Accounts] | None = None
         self._name = name
         self._steps = steps
@@ -134,12 +137,12 @@ class RunState:
         self._phase = phase
 
     def restore(self, *, step: int, version: Version, totals: Totals, seconds: float = 0.0) -> None:
-        """Goes on from the counts of an earlier process of the same run, which ran for `seconds`.
-        Versions only grow, also after a crash.
+        """Goes on from the counts of an earlier process of the same run, which ran for `seconds` at
+        least. Versions and the time only grow, also after a crash.
         """
         self._counts = Counter(asdict(totals))
         self._step = step
-        self._before = seconds
+        self._before = max(self._before, seconds)
         self._version = max(self._version, version)
         self._live = max(self._live, version)
 

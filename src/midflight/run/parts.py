@@ -100,6 +100,8 @@ class RolloutSpec(msgspec.Struct, frozen=True, tag="rollout"):
     """The URL of the shard that hands versions over, for one that does not."""
     again: bool = False
     """The process died, and goes on from its store; the rest of the run did not stop."""
+    seconds: float = 0.0
+    """The time that the run has run when this is sent, over all its starts."""
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, tag="worker"):

@@ -134,6 +134,7 @@ class Gateways:
                 shard=part.shard,
                 owner=self._context.gateway if part.shard else None,
                 again=again,
+                seconds=self._context.seconds(),
             )
 
         await self._context.children.brief_and_follow(rollout, spec)

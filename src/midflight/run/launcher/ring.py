@@ -71,11 +71,14 @@ class Ring:
         budgets: RestartBudgets | None = None,
         objects: bytes = given.NOTHING,
         watchdog: Watchdog | None = None,
+        seconds: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """`lock` holds the run's folder while a part that writes there lives. `budgets` outlive one
-        context. `objects` are a program's, packed.
+        attempt. `objects` are a program's, packed. `seconds` tells the time that the run has run so
+        far.
         """
         self._config = config
+        self._seconds = seconds
         self._on_message = on_message
         self._given_model = model
         self._control_token = control_token
@@ -156,6 +159,7 @@ class Ring:
             engine_token=secrets.token_urlsafe(24),
             worker_token=secrets.token_urlsafe(24),
             segment=segment_name(Path(self._config.run.folder)),
+            seconds=self._seconds,
         )
 
     def _gateways_and_workers(self, context: RingContext) -> Sequence[Coroutine[Any, Any, None]]:

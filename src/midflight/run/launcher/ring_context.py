@@ -31,3 +31,5 @@ class RingContext:
     worker_token: str
     segment: str
     """The beginning of the names of this run's files of shared memory."""
+    seconds: Callable[[], float]
+    """Tells the time that the run has run so far."""

@@ -126,6 +126,7 @@ class Run:
             model=model,
             budgets=budgets,
             objects=self._program.objects,
+            seconds=lambda: self._before + self.seconds,
         )
         return self._newest
 

@@ -146,7 +146,12 @@ class RolloutProcess:
         slots = min(derived.engine_slots(config), derived.in_flight(config))
         cores = core_use(config, own_cores())
         self._state = RunState(
-            name=config.run.name, steps=steps, start_version=spec.version, slots=slots, cores=cores
+            name=config.run.name,
+            steps=steps,
+            start_version=spec.version,
+            slots=slots,
+            cores=cores,
+            seconds=spec.seconds,
         )
         self._tokenizer: Tokenizer | None = None
         self._metrics = Metrics()
