@@ -73,13 +73,13 @@ def refused_by_all(capsys: pytest.CaptureFixture[str], *options: str) -> str:
     """The sentence of the start, which the two others say too."""
     overrides = [word for option in options for word in ("--set", option)]
     assert main(["train", "run.toml", *overrides]) == 2
-    (sentence,) = capsys.readouterr().err.splitlines()
-    sentence = sentence.removeprefix("midflight: ")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(set(lines)) == len(lines)
+    sentence = lines[0].removeprefix("midflight: ")
     status, dry = said(capsys, "train", "run.toml", "--dry-run", *overrides)
     assert status == 2 and sentence in dry, dry
     status, doctor = said(capsys, "doctor", "run.toml", *overrides)
-    assert status == 1 and letters(sentence) in letters(doctor), doctor
-    assert "1 problem: a run could not work" in doctor, doctor
+    assert status == 1 and letters(doctor).count(letters(sentence)) == 1, doctor
     return sentence
 
 

@@ -95,8 +95,7 @@ class Findings(msgspec.Struct, frozen=True):
         return self._said(Severity.WARNING)
 
     def _said(self, severity: Severity) -> tuple[str, ...]:
-        said = [one.sentence for one in self.found if one.severity is severity]
-        return tuple(dict.fromkeys(said))
+        return tuple(one.sentence for one in self.found if one.severity is severity)
 
 
 # --- What a check is told -------------------------------------------------------------------------

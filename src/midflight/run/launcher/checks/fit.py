@@ -75,7 +75,10 @@ def sizes(plan: Plan) -> None:
     config = plan.config
     if config.cluster.kind != "local" and config.cluster.address != "start":
         return
-    problems = list(misfits(config, this_hardware(), trains=plan.trains))
+    try:
+        problems = list(misfits(config, this_hardware(), trains=plan.trains))
+    except ModelNotFound:  # said where the teacher is looked for
+        return
     if problems:
         raise ConfigError("\n".join(problems))
 

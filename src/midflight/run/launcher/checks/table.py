@@ -148,9 +148,17 @@ def _asked(plan: Plan, check: Check) -> list[Finding]:
 
 
 def findings(plan: Plan, found: Iterable[Finding]) -> Findings:
-    """These findings, with what the checks have read."""
+    """These findings, each error once, with what the checks have read."""
     loaded = plan.loaded
-    return Findings(tuple(found), loaded.prompt, loaded.own_loss, tuple(loaded.survey))
+    kept: list[Finding] = []
+    errors = set[str]()
+    for one in found:
+        if one.severity is Severity.ERROR:
+            if one.found in errors:
+                continue
+            errors.add(one.found)
+        kept.append(one)
+    return Findings(tuple(kept), loaded.prompt, loaded.own_loss, tuple(loaded.survey))
 
 
 def trial(plan: Plan, *, meanwhile: Callable[[], None] = lambda: None) -> list[Finding]:

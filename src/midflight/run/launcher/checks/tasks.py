@@ -13,7 +13,7 @@ from midflight.config.agent import SINGLE_TURN, agent_of
 from midflight.config.sources import DATASET_SIZE, SourceSection, source_names
 from midflight.environments.row_tasks import RowTasks
 from midflight.environments.sources import Source, load_sources
-from midflight.errors import ConfigError, MidflightError, TaskFieldMissing
+from midflight.errors import ConfigError, MidflightError, ModelNotFound, TaskFieldMissing
 from midflight.observe.readable import duration
 from midflight.run.launcher.checks.check import (
     Finding,
@@ -221,7 +221,10 @@ def lengths(plan: Plan) -> Iterator[Finding]:
 def memory(plan: Plan) -> Iterator[Finding]:
     """Warns if the memory of the worst case, with the longest prompt, is more than there is."""
     longest = longest_prompt(plan.loaded.survey)
-    note = memory_note(plan.config, this_hardware(), longest_prompt=longest)
+    try:
+        note = memory_note(plan.config, this_hardware(), longest_prompt=longest)
+    except ModelNotFound:  # said where model and teacher are looked for
+        return
     if note is not None:
         yield _note(note)
 
