@@ -95,6 +95,7 @@ class Site:
             engine_token="engine",
             worker_token="worker",
             segment="segment",
+            seconds=lambda: 0.0,
         )
         self.engines = Watched(context)
 
