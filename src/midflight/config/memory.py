@@ -1,5 +1,5 @@
 """The memory that a run takes, process by process, estimated before anything is started.
-`benchmarks/memory.py` measures the numbers that it follows from.
+`benchmarks/ways.py` measures the numbers that it follows from.
 
 An item is certain, or it is the worst case: every slot full, every rollout as long as it can be. A
 process takes the sum of its items.
