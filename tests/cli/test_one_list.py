@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -121,10 +122,11 @@ def test_a_disk_and_a_shared_memory_without_room_are_refused_by_all_three(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = shutil.disk_usage
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**10))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**10))
     assert "where 1 KB are free" in refused_by_all(capsys)
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=2**10) if path == machine.SHARED else found(path))
-    assert refused_by_all(capsys).startswith("/dev/shm has 1 KB free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**10) if path == machine.SHARED else found(path))
+    server = ("engine.kind=vllm", f"engine.python={sys.executable}", "weights.transport=shared_memory")
+    assert refused_by_all(capsys, *server).startswith("/dev/shm has 1 KB free")
 
 
 def test_a_process_that_may_open_too_few_files_is_refused_by_all_three(
