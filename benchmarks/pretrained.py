@@ -57,7 +57,11 @@ STALENESS = (0, 1, 4)
 def age(max_staleness: int, panel: str) -> Recipe:
     """A row of the table of ages."""
     # The score still rises steeply then, so that a row which learns more slowly is seen to.
-    settings = [f"rollout.max_staleness={max_staleness}", "run.steps=20"]
+    settings = [
+        f"rollout.max_staleness={max_staleness}",
+        "run.steps=20",
+        "trainer.schedule=constant",
+    ]
     if max_staleness == 0:
         # Engine and trainer wait for each other then, so each gets both cores.
         settings += ["engine.threads=2", "trainer.threads=2"]
