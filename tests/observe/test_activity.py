@@ -87,7 +87,8 @@ def test_where_there_is_no_proc_everything_moves(process: Process) -> None:
 
 
 def test_the_work_of_a_process_counts_what_is_below_it_and_what_of_that_has_ended() -> None:
-    burn = "import time\nwhile time.process_time() < 0.3: pass"
+    # /proc counts in hundredths of a second, and rounds each of its numbers down.
+    burn = "import time\nwhile time.process_time() < 0.4: pass"
     script = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {burn!r}]); print(flush=True); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdin is not None
