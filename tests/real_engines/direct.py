@@ -14,7 +14,7 @@ from tests.engines.models import ask
 from tests.engines.reading import collect, ids, labels, logprobs, until_tokens
 from tests.engines.sites import ModelSite
 from tests.real_engines.process import ServerProcess
-from tests.real_engines.reference import labelled_logprobs
+from tests.real_engines.reference import is_first_choice, labelled_logprobs
 from tests.real_engines.sites import attached, tied
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -133,9 +133,11 @@ class DirectContract:
                         await asyncio.sleep(BETWEEN_SECONDS)
                 sender.release(version - 1)
                 for request, answer in zip(requests, [task.result() for task in answers], strict=True):
-                    (made, _), *_ = labels(answer)
+                    (made, keys), *_ = labels(answer)
                     seen.add(version - made)
-                    assert site.chosen(made, request, ids(answer))[0], f"swap {version}: labelled {made}"
+                    assert is_first_choice(tied, request.input_ids, ids(answer)[0], version=made, begun_by=keys), (
+                        f"swap {version}: labelled {made}"
+                    )
             assert seen == {0, 1}
 
         self._on(test)

@@ -43,6 +43,20 @@ def labelled_logprobs(
     return found
 
 
+def is_first_choice(
+    models: Callable[[Version], PreTrainedModel], prompt: Sequence[int], token: int, *, version: Version, begun_by: Version
+) -> bool:
+    """True if the version makes this token out of the prompt without chance. A server may read a prompt in pieces, so its first tokens may have been
+    read by the version `begun_by`, however many; the last one is read by the version that makes the token.
+    """
+    for num_before in range(len(prompt) if begun_by != version else 1):
+        keys = _read(models(begun_by), prompt[:num_before], None)[1] if num_before else None
+        logits, _ = _read(models(version), prompt[num_before:], keys)
+        if int(logits[-1].argmax()) == token:
+            return True
+    return False
+
+
 def _read(model: PreTrainedModel, tokens: Sequence[int], keys: object) -> tuple[torch.Tensor, object]:
     """Logits [len(tokens), vocabulary] over these keys, and the keys with those of the tokens."""
     name = cache_name(model)
