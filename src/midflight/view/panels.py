@@ -113,12 +113,12 @@ class Chart:
         self.series.append({**bare, "name": f"{name}, most", "data": spans, "areaStyle": area})
         self.line(name, [(at, sum(v) / len(v)) for at, v in whole], color=color)
 
-    def panel(self, title: str, *, note: str = "", y: str = "", **more: Any) -> Panel | None:
+    def panel(self, title: str, *, note: str = "", **more: Any) -> Panel | None:
         if not self.series:
             return None
         drawn = dict.fromkeys(series["name"] for series in self.series)
         names = [name for name in drawn if not name.endswith((", least", ", most"))]
-        options: dict[str, Any] = axes(x="step", y=y, **more) | {"series": self.series}
+        options: dict[str, Any] = axes(x="step", **more) | {"series": self.series}
         options["legend"] = {**options["legend"], "data": names, "show": len(names) > 1}
         return Panel(title, options, note)
 
