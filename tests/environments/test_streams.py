@@ -78,16 +78,6 @@ def test_the_position_is_that_of_the_next_new_task_and_a_task_is_found_by_its_ow
     assert all(stream.task_at(key.epoch, key.index) == task for key, task in drawn)
 
 
-def test_requeued_tasks_come_first_in_their_order_with_the_attempt_counted_up():
-    stream = SeededStream([source("a", 5)], seed=0)
-    (first_key, first), (second_key, second), (third_key, _) = take(stream, 3)
-    assert stream.requeue(first_key, first) == GroupKey(0, 0, 1)
-    stream.requeue(second_key, second)
-    assert take(stream, 2) == [(GroupKey(0, 0, 1), first), (GroupKey(0, 1, 1), second)]
-    assert stream.requeue(GroupKey(0, 0, 1), first).attempt == 2
-    assert [key for key, _ in take(stream, 2)] == [GroupKey(0, 0, 2), GroupKey(0, third_key.index + 1)]
-
-
 @pytest.mark.parametrize(
     ("sources", "message"),
     [

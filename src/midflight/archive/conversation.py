@@ -386,9 +386,7 @@ def _tokens(branch: BranchView) -> dict[str, Json]:
     }
 
 
-def as_curl(
-    seen: ConversationView, *, until: int | None = None, url: str = "http://127.0.0.1:8000"
-) -> str:
+def as_curl(seen: ConversationView, *, until: int | None = None) -> str:
     """A command that asks a server for the message before which the conversation is cut. Without
     `until` that is the last message that the model wrote.
     """
@@ -400,7 +398,7 @@ def as_curl(
         until = written[-1] if written else len(branch.messages)
     body = msgspec.json.encode({"model": "midflight", "messages": seen.chat()[:until]}).decode()
     return (
-        f"curl -s {url}/v1/chat/completions -H 'content-type: application/json' -d "
+        "curl -s http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' -d "
         f"{shlex.quote(body)}"
     )
 

@@ -18,7 +18,7 @@ from midflight.trajectories.database import State, Value, decode_scored
 from midflight.types import Fate, GroupKey, Kind, Reason, RolloutKey, Task, Version
 
 PASSED = 1.0
-"""The reward from which on a rollout counts as passed, unless another is given."""
+"""The reward from which on a rollout counts as passed."""
 _KEY = "epoch, position, attempt"
 _TOLD = "FROM beside.said JOIN beside.told ON number = said.rowid WHERE said MATCH ?"
 
@@ -178,7 +178,6 @@ def page_of(
     first: int = 0,
     number: int = 25,
     words: WordIndex | None = None,
-    passed: float = PASSED,
 ) -> GroupPage:
     """The groups from `first` to `first + number` among those that are wanted. `words` is the index
     in which words are looked up.
@@ -192,7 +191,7 @@ def page_of(
         scores: Mapping[bytes, tuple[EpochScore, ...]] = {}
         found = frozenset[RolloutKey]()
         if groups:
-            scores = _epochs(store, [columns[1] for columns in groups], passed)
+            scores = _epochs(store, [columns[1] for columns in groups])
         if groups and wanted.words:
             found = _found(store, wanted.words, groups)
         seen = tuple(_seen(store, columns, scores, found) for columns in groups)
@@ -381,9 +380,7 @@ def _found(store: StoreReader, words: str, groups: Sequence[Columns]) -> frozens
     return frozenset(RolloutKey(GroupKey(*key), sample, store.kind) for *key, sample in rows)
 
 
-def _epochs(
-    store: StoreReader, tasks: Sequence[bytes], passed: float
-) -> Mapping[bytes, tuple[EpochScore, ...]]:
+def _epochs(store: StoreReader, tasks: Sequence[bytes]) -> Mapping[bytes, tuple[EpochScore, ...]]:
     """Returns the results of each task, one for each epoch in which it was drawn."""
     distinct = set(tasks)
     marks = ", ".join("?" * len(distinct))
@@ -392,7 +389,7 @@ def _epochs(
         "SELECT task, epoch, COUNT(reward), COALESCE(SUM(reward >= ?), 0), AVG(reward) FROM "
         f"groups JOIN rollouts USING ({_KEY}) WHERE task IN ({marks}) GROUP BY task, epoch ORDER "
         "BY epoch",
-        passed,
+        PASSED,
         *distinct,
     ):
         scores[task].append(EpochScore(epoch, scored, good, mean))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from midflight.observe.activity import stat_of
+from midflight.observe.memory import stat_of
 
 LOCK = "lock"
 

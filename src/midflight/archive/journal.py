@@ -12,7 +12,7 @@ import msgspec
 from midflight.errors import RunGone
 from midflight.observe.history import JournalHistory
 from midflight.observe.lines import EvaluationLine, Line, StepLine, decode_line
-from midflight.observe.metrics import metrics_of
+from midflight.observe.metrics import metrics_of, points_of
 
 JOURNAL = "metrics.jsonl"
 MARK_BYTES = 64
@@ -117,12 +117,7 @@ class JournalReader:
         """Returns step and value of one of the names for dashboards (docs/metrics.md), for each
         step that measured it.
         """
-        points: list[tuple[int, float]] = []
-        for line in self._measured():
-            values = metrics_of(line)
-            if name in values:
-                points.append((line.step, values[name]))
-        return points
+        return points_of(self._measured(), name)
 
     def names(self) -> list[str]:
         """The names of everything that was measured in some step or evaluation, in order."""

@@ -16,7 +16,7 @@ from midflight.environments.result_checks import number_in
 from midflight.environments.sandboxes.choice import sandbox_of
 from midflight.environments.sandboxes.port import Sandbox
 from midflight.errors import BadReward, ConfigError, TaskFieldMissing, first_error, nearest
-from midflight.types import Json, Result, Task
+from midflight.types import Json, Task
 
 T = TypeVar("T")
 OF_ONE = ("task", "messages", "completion", "prompt", "environment", "log_metric", "sandbox")
@@ -351,9 +351,3 @@ def _loaded(section: RewardSection) -> object:
     return load_entry(
         section.entry, option="environment.rewards", such_as="midflight.rewards:exact_match"
     )
-
-
-def result_of_attempt(
-    attempt: Dialogue, components: Mapping[str, float | None], total: float | None
-) -> Result:
-    return Result(total, components, attempt.metrics, (), attempt.fields)

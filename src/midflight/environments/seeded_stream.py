@@ -2,7 +2,6 @@
 
 import random
 from array import array
-from collections import deque
 from collections.abc import MutableSequence, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -61,7 +60,6 @@ class SeededStream:
             [source.weight for source in sources],
             total=sum(len(source.training) for source in sources),
         )
-        self._requeued: deque[tuple[GroupKey, Task]] = deque()
         self._permutation = lru_cache(maxsize=4 * len(sources))(self._make_permutation)
         self._order = lru_cache(maxsize=2)(self._make_order)
         self.seek(0, 0)
@@ -73,12 +71,10 @@ class SeededStream:
 
     @property
     def position(self) -> tuple[int, int]:
-        """(epoch, index) of the next new task. Requeued tasks come before it."""
+        """(epoch, index) of the next task."""
         return self._epoch, self._index
 
     def next(self) -> tuple[GroupKey, Task]:
-        if self._requeued:
-            return self._requeued.popleft()
         self._pass_over()
         key = GroupKey(self._epoch, self._index)
         places, _ = self._order(self._epoch)
@@ -95,16 +91,8 @@ class SeededStream:
             self.seek(self._epoch + 1, 0)
             self._pass_over()
 
-    def requeue(self, key: GroupKey, task: Task) -> GroupKey:
-        """Puts a task before all new ones and behind earlier requeued ones. Returns its new key,
-        whose attempt is one higher.
-        """
-        again = GroupKey(key.epoch, key.index, key.attempt + 1)
-        self._requeued.append((again, task))
-        return again
-
     def seek(self, epoch: int, index: int) -> None:
-        """Continues at a position, as a resumed run does. Requeued tasks stay."""
+        """Continues at a position, as a resumed run does."""
         if epoch < 0 or not 0 <= index <= self.epoch_length:
             raise ConfigError(
                 f"cannot start at epoch {epoch}, index {index}: an epoch has {self.epoch_length} "

@@ -280,15 +280,13 @@ def is_small(model: PreTrainedModel) -> bool:
     return num_parameters <= SMALL and next(model.parameters()).dtype == torch.float32
 
 
-def stand_in(
-    model: PreTrainedModel, *, max_context: int | None = None, seed: int = 0
-) -> PreTrainedModel:
+def stand_in(model: PreTrainedModel, *, max_context: int | None = None) -> PreTrainedModel:
     """A model in float32 on the CPU with the first layers of each kind, random weights, few token
     ids and short windows. Its width and all else are the model's.
     """
     config = stand_in_config(model.config, max_context)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         found = cast(PreTrainedModel, type(model)._from_config(config, dtype=torch.float32)).eval()  # pyright: ignore
         draw_weights(found)
     return found

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from midflight.observe.memory import PROC, descendants
+from midflight.observe.memory import PROC, descendants, stat_of
 
 COMPUTES_SHARE = 0.01
 """The share of a core below which a process counts as idle. Threads that only look around take
@@ -94,16 +94,6 @@ def own_work(pid: int, *, proc: Path = PROC) -> ProcessWork | None:
         num_bytes_of(pid, proc=proc) + faults * resource.getpagesize(),
         fields[0],
     )
-
-
-def stat_of(pid: int, *, proc: Path = PROC) -> list[str]:
-    """The fields of /proc/PID/stat from the state on, or none if there is no such process."""
-    try:
-        # The command's name, in brackets, may itself hold brackets and spaces: the fields start
-        # after the last one.
-        return (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
 
 
 def num_bytes_of(pid: int | str, *, proc: Path = PROC) -> int:

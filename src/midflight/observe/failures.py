@@ -40,11 +40,11 @@ def failure_class(error: str | None) -> str:
     return found[1] if found else OTHER
 
 
-def most_common(counts: Counter[str], most: int = 4) -> str:
+def most_common(counts: Counter[str]) -> str:
     """`30 ZeroDivisionError, 2 RolloutTimeout`."""
     left = counts.total()
     shown: list[str] = []
-    for name, count in counts.most_common(most):
+    for name, count in counts.most_common(4):
         shown.append(f"{count} {name}")
         left -= count
     if left:

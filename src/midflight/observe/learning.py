@@ -107,8 +107,8 @@ class Learning:
             reward_spread=_mean(self._spreads),
             zero_spread_share=_mean([spread == 0 for spread in self._spreads]),
             turns_mean=_mean([rollout.num_turns for rollout in self._rollouts]),
-            components=_means(rollout.components for rollout in self._rollouts),
-            metrics=_means(rollout.metrics for rollout in self._rollouts),
+            components=means(rollout.components for rollout in self._rollouts),
+            metrics=means(rollout.metrics for rollout in self._rollouts),
             curriculum=self._curriculum(),
         )
 
@@ -153,7 +153,7 @@ def _lengths(rollouts: Sequence[facts.RolloutEnded]) -> dict[str, float]:
     return found
 
 
-def _means(said: Iterable[Mapping[str, float]]) -> dict[str, float]:
+def means(said: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """The mean of each name's values, over those that have it."""
     values: defaultdict[str, list[float]] = defaultdict(list)
     for each in said:

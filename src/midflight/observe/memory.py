@@ -80,13 +80,23 @@ def descendants(pid: int, *, proc: Path = PROC) -> list[int]:
     """The process and its descendants, as they are at this moment."""
     children: dict[int, list[int]] = {}
     for folder in proc.iterdir():
-        parent = _parent(folder) if folder.name.isdigit() else None
-        if parent is not None:
-            children.setdefault(parent, []).append(int(folder.name))
+        fields = stat_of(int(folder.name), proc=proc) if folder.name.isdigit() else []
+        if fields:
+            children.setdefault(int(fields[1]), []).append(int(folder.name))
     found = [pid]
     for member in found:  # grows while it is walked
         found.extend(children.get(member, []))
     return found
+
+
+def stat_of(pid: int, *, proc: Path = PROC) -> list[str]:
+    """The fields of /proc/PID/stat from the state on, or none if there is no such process."""
+    try:
+        # The command's name, in brackets, may itself hold brackets and spaces: the fields start
+        # after the last one.
+        return (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def process_bytes(pid: int, *, proc: Path = PROC) -> int:
@@ -142,16 +152,6 @@ def _kind(command: list[bytes]) -> str:
     if b"midflight.run.launcher.child" in command[:-1]:
         return command[command.index(b"midflight.run.launcher.child") + 1].decode()
     return "trackers" if b"midflight.trackers.process" in command else ""
-
-
-def _parent(folder: Path) -> int | None:
-    try:
-        text = (folder / "stat").read_text()
-    except OSError:
-        return None
-    # The command's name, in brackets, may itself hold brackets and spaces: the fields start after
-    # the last one.
-    return int(text.rpartition(")")[2].split()[1])
 
 
 def _accounted_bytes() -> int:

@@ -2,7 +2,7 @@
 and `eval/`. docs/metrics.md has the list.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from midflight.observe.lines import EvaluationLine, Line, StepLine
@@ -52,6 +52,16 @@ def metrics_of(line: Line) -> dict[str, float]:
         case _:
             return {}
     return {name: float(value) for name, value in found if value is not None}
+
+
+def points_of(lines: Iterable[StepLine | EvaluationLine], name: str) -> list[tuple[int, float]]:
+    """The step and the value of a name, for each line that has it."""
+    points: list[tuple[int, float]] = []
+    for line in lines:
+        values = metrics_of(line)
+        if name in values:
+            points.append((line.step, values[name]))
+    return points
 
 
 Pairs = Iterator[tuple[str, float | None]]

@@ -278,7 +278,6 @@ class RequestTime:
     """The time in which at least one request was under way, or its agent waited before another try
     as it was told.
     """
-    num_open: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from midflight.archive.runs import ArchivedRun, differences
 from midflight.observe.history import JournalHistory
 from midflight.observe.lines import StepLine
-from midflight.observe.metrics import metrics_of
+from midflight.observe.metrics import points_of
 from midflight.observe.plot import MOVING_STEPS, moving_average
 from midflight.observe.readable import number
 from midflight.observe.run_state import RECENT_BATCHES
@@ -113,12 +113,12 @@ class Chart:
         self.series.append({**bare, "name": f"{name}, most", "data": spans, "areaStyle": area})
         self.line(name, [(at, sum(v) / len(v)) for at, v in whole], color=color)
 
-    def panel(self, title: str, *, note: str = "", y: str = "", **more: Any) -> Panel | None:
+    def panel(self, title: str, *, note: str = "", **more: Any) -> Panel | None:
         if not self.series:
             return None
         drawn = dict.fromkeys(series["name"] for series in self.series)
         names = [name for name in drawn if not name.endswith((", least", ", most"))]
-        options: dict[str, Any] = axes(x="step", y=y, **more) | {"series": self.series}
+        options: dict[str, Any] = axes(x="step", **more) | {"series": self.series}
         options["legend"] = {**options["legend"], "data": names, "show": len(names) > 1}
         return Panel(title, options, note)
 
@@ -370,7 +370,7 @@ def _overlaid(title: str, name: str, families: Mapping[str, Sequence[ArchivedRun
     said = list[str]()
     for at, (label, runs) in enumerate(families.items()):
         color = COLORS[at % len(COLORS)]
-        each: list[Points] = [_points(run.readings.past.steps, name) for run in runs]
+        each: list[Points] = [points_of(run.readings.past.steps, name) for run in runs]
         if len(runs) > 1 and all(each):
             lines.band(label, each, color=color)
         else:
@@ -418,16 +418,7 @@ def bars(
 
 
 def _named(steps: Sequence[StepLine], names: Mapping[str, str]) -> dict[str, Points]:
-    return {label: _points(steps, name) for label, name in names.items()}
-
-
-def _points(steps: Sequence[StepLine], name: str) -> Points:
-    points: Points = []
-    for step in steps:
-        values = metrics_of(step)
-        if name in values:
-            points.append((step.step, values[name]))
-    return points
+    return {label: points_of(steps, name) for label, name in names.items()}
 
 
 def _by_key(

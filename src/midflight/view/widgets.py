@@ -4,7 +4,7 @@ A chart is a canvas, which neither a keyboard nor a screen reader reads. Everyth
 is therefore beside it as text or links.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html import escape
 from typing import Any, TypeAlias
 
@@ -105,7 +105,6 @@ def figure(
     *,
     note: str = "",
     height: int = 230,
-    on_click: Callable[[Any], None] | None = None,
 ) -> tuple[ui.echart, ui.label]:
     """Draws a chart with its heading. `note` describes it in words. Returns the chart and the label
     of the note.
@@ -113,9 +112,7 @@ def figure(
     with ui.element("div"):
         with ui.element("h3"):
             ui.label(title)
-        drawn = ui.echart(options, on_point_click=on_click).style(
-            f"height: {height}px; width: 100%"
-        )
+        drawn = ui.echart(options).style(f"height: {height}px; width: 100%")
         drawn.props(f'role="img" aria-label="{title}" data-test="chart {title}"')
         said = ui.label(note).classes("note")
     return drawn, said

@@ -70,7 +70,7 @@ folders' contents.
 
 
 class Bubblewrap:
-    """A sandbox on this machine. Implements `LastingSandbox`."""
+    """A sandbox on this machine. Implements `Sandbox`, and has boxes too."""
 
     def __init__(self, limits: SandboxSection) -> None:
         self._limits = limits

@@ -5,7 +5,6 @@ import io
 import sys
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Literal, Protocol
@@ -100,16 +99,6 @@ class BoxSetup:
     """The seconds that a box elsewhere lives. After that its maker ends it, even if this process
     has died.
     """
-
-
-class LastingSandbox(Sandbox, Protocol):
-    """A sandbox that has boxes too."""
-
-    def opened(self, furnished: BoxSetup) -> AbstractAsyncContextManager[Box]:
-        """Gives a box, which is there within the context. Raises `SandboxLost` if none can be
-        had.
-        """
-        ...
 
 
 def packed(files: Mapping[str, str | bytes]) -> bytes:

@@ -39,7 +39,7 @@ FETCHES = 4
 
 
 class Remote:
-    """A sandbox on other machines. Implements `LastingSandbox`."""
+    """A sandbox on other machines. Implements `Sandbox`, and has boxes too."""
 
     def __init__(self, limits: SandboxSection) -> None:
         self._limits = limits

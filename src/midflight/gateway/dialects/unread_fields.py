@@ -127,7 +127,6 @@ NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
 }
 """The values that ask for nothing. Any other value of a refused field is refused."""
 
-_PROMPT = "write it into the prompt"
 _ONE = "it would change the text, and no engine here has it: leave it out"
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(

@@ -57,7 +57,7 @@ class RequestClock:
 
     def read(self) -> RequestTime:
         under_way = _now() - self._since if self.waits else 0.0
-        return RequestTime(self._num, self._seconds + under_way, self._num_open)
+        return RequestTime(self._num, self._seconds + under_way)
 
     def ended(self) -> None:
         """One of the requests is no longer under way."""

@@ -14,6 +14,7 @@ from midflight.errors import ConfigError
 from midflight.integrations.trl.config import AsyncGRPOConfig
 from midflight.integrations.trl.environments import environment_class, rows_of_environments
 from midflight.integrations.trl.metrics import trl_metrics
+from midflight.observe.learning import means
 from midflight.observe.lines import CheckpointLine, StepLine
 from midflight.observe.summary import Summary
 from midflight.python.trainer import Trainer
@@ -158,7 +159,7 @@ class AsyncGRPOTrainer:
         self._seen.append(trl_metrics(line, group_size=self.args.num_generations))
         is_due = line.step % max(1, int(self.args.logging_steps)) == 0
         if is_due or line.step == self.state.max_steps:
-            logs = {**_means(self._seen), "step": line.step, "epoch": self.state.epoch}
+            logs = {**means(self._seen), "step": line.step, "epoch": self.state.epoch}
             self._seen.clear()
             self.state.log_history.append(logs)
             self._tell("on_log", logs=logs)
@@ -346,12 +347,3 @@ def _lora(peft_config: Any) -> dict[str, Any]:
         "alpha": float(options.get("lora_alpha") or 8),
         "targets": names,
     }
-
-
-def _means(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each number over the steps that have it."""
-    found: dict[str, list[float]] = {}
-    for step in steps:
-        for name, value in step.items():
-            found.setdefault(name, []).append(value)
-    return {name: sum(values) / len(values) for name, values in found.items()}

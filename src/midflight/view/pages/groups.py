@@ -21,6 +21,7 @@ from midflight.archive.groups import (
 from midflight.archive.search import WordIndex
 from midflight.errors import MidflightError
 from midflight.observe.failures import shortened
+from midflight.observe.learning import means
 from midflight.observe.readable import number
 from midflight.trajectories.database import State
 from midflight.types import Json, Kind, Reason, RolloutKey
@@ -319,11 +320,7 @@ def _rollout(visit: PageRequest, rollout: RolloutBrief) -> str:
 
 def components(group: GroupView) -> dict[str, float]:
     """The means of a group's reward components over its rollouts, by name."""
-    found: dict[str, list[float]] = {}
-    for rollout in group.rollouts:
-        for name, value in rollout.components.items():
-            found.setdefault(name, []).append(value)
-    return {name: sum(values) / len(values) for name, values in found.items()}
+    return means(rollout.components for rollout in group.rollouts)
 
 
 def _fate(visit: PageRequest, group: GroupView, steps: Mapping[int, int]) -> str:
