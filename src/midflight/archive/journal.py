@@ -113,7 +113,7 @@ class JournalReader:
         self._past = self._past or JournalHistory.of(self._lines)
         return self._past
 
-    def points(self, name: str) -> list[tuple[int, float]]:
+    def points(self, name: str) -> list[tuple[float, float]]:
         """Returns step and value of one of the names for dashboards (docs/metrics.md), for each
         step that measured it.
         """

@@ -54,9 +54,9 @@ def metrics_of(line: Line) -> dict[str, float]:
     return {name: float(value) for name, value in found if value is not None}
 
 
-def points_of(lines: Iterable[StepLine | EvaluationLine], name: str) -> list[tuple[int, float]]:
+def points_of(lines: Iterable[StepLine | EvaluationLine], name: str) -> list[tuple[float, float]]:
     """The step and the value of a name, for each line that has it."""
-    points: list[tuple[int, float]] = []
+    points: list[tuple[float, float]] = []
     for line in lines:
         values = metrics_of(line)
         if name in values:
