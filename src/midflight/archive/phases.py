@@ -1,5 +1,5 @@
-"""The phases of a run, with the side that bounded each stretch of its training, by how much, and who
-waited for whom. They are differences between the lines of its journal.
+"""Divides a run into phases. For each stretch of the training it says which side bounded it, by how
+much, and who waited for whom. The figures are differences between the lines of the journal.
 """
 
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""What `midflight doctor` looks at: this machine, a model, or a configuration."""
+"""Examines this machine, a model or a configuration for `midflight doctor`."""
 
 from collections.abc import Sequence
 from pathlib import Path

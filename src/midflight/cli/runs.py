@@ -81,7 +81,11 @@ def _side_by_side(described: Sequence[Mapping[str, str]]) -> list[tuple[str, ...
     from midflight.observe.readable import UNKNOWN
 
     labels = dict.fromkeys(label for rows in described for label in rows)
-    return [(label, *(rows.get(label, UNKNOWN) for rows in described)) for label in labels]
+    table: list[tuple[str, ...]] = []
+    for label in labels:
+        values = [rows.get(label, UNKNOWN) for rows in described]
+        table.append((label, *values))
+    return table
 
 
 def _print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -8,12 +8,12 @@ from midflight.types import Json
 
 @dataclass(frozen=True, slots=True)
 class Replacement:
-    """What has taken the place of a value."""
+    """A value that is gone, and its replacement."""
 
     value: str
     """The value that the stored configuration of a run is read with."""
     remedy: str
-    """What to write in a new configuration, as the end of a sentence."""
+    """The end of a refusal. It says what to write in a new configuration."""
 
 
 REPLACED_TRANSPORTS: Mapping[str, Replacement] = {
@@ -39,7 +39,7 @@ class RemovedOption:
     of a run may have it with this value.
     """
     instead: str
-    """What to use in its place, as the middle of a sentence."""
+    """The middle of a refusal. It says what to use in place of the option."""
 
 
 REMOVED: Mapping[str, RemovedOption] = {

@@ -86,4 +86,8 @@ def _byte_letters() -> list[str]:
     """
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())
     shifted = iter(sorted(letter for letter in alphabet if ord(letter) > 255))
-    return [chr(byte) if chr(byte) in alphabet else next(shifted) for byte in range(256)]
+    letters: list[str] = []
+    for byte in range(256):
+        own = chr(byte)
+        letters.append(own if own in alphabet else next(shifted))
+    return letters

@@ -161,7 +161,7 @@ def announce(terminal: Terminal, address: str, token: ControlToken) -> None:
 
 
 def warn(terminal: Terminal, config: Config, *, anonymous: bool) -> None:
-    """Says who can reach the gateway, if somebody besides this machine's users can."""
+    """Warns if others than the users of this machine can reach the gateway."""
     host = config.gateway.host
     if config.cluster.kind != "local" and is_loopback(host):
         host = "the gateway's machine"  # no other machine reaches its loopback

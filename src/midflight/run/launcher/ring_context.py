@@ -1,4 +1,4 @@
-"""What the loops of one attempt at a run share."""
+"""The values that the loops of one attempt at a run share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

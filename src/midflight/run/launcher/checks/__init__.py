@@ -1,3 +1,3 @@
-"""The checks before a run, a file for each thing that is looked at. `table` lists them all, and says
-who asks each.
+"""Checks before a run. Each file looks at one thing. `table` lists all checks, and the callers of
+each.
 """

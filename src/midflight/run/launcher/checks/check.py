@@ -1,4 +1,4 @@
-"""A check before a run: what it is told, what it finds, and who asks it."""
+"""The types of a check before a run: its input, its findings, and its row in the table."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class TorchFound(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Loaded:
-    """What checks have loaded for the checks after them; nothing where one has failed."""
+    """Objects that checks have loaded for the checks after them. A check that fails loads nothing."""
 
     torch: TorchFound | None = None
     program: AgentProgram | None = None
@@ -145,7 +145,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What would begin, and who asks."""
+    """The run that would begin, and the caller who asks about it."""
 
     config: Config
     caller: Caller = Caller.START

@@ -1,4 +1,4 @@
-"""What a run for a trainer that is not ours must leave out."""
+"""The check of options that a run for a foreign trainer must leave out."""
 
 from collections.abc import Iterator
 
