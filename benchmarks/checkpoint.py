@@ -41,7 +41,7 @@ import torch
 from harness.arguments import Arguments
 from harness.models import policy_trainer, small_model
 from harness.processes import family, parent_of, words_of
-from harness.report import Report, milliseconds
+from harness.report import Report, make_parts, milliseconds
 from harness.rounds import median_of, timed
 from harness.runs import DEMO, SMALL, newest_version, train_command, training, wait_for_step
 
@@ -290,10 +290,7 @@ def main() -> None:
         "--set", [], smoke=[*SMALL], metavar="OPTION", help="of the run of part `lost`"
     )
     options = arguments.parse()
-    report = Report(options)
-    for part in options.parts:
-        PARTS[part](options, report)
-    report.close()
+    make_parts(options, PARTS)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ import torch
 from harness.arguments import Arguments
 from harness.models import embedded_engine, requests, small_model
 from harness.processes import end, environment
-from harness.report import Report
+from harness.report import Report, make_parts
 from harness.rounds import Cost, Ratio, alternate, median_of, timed
 from torch import Tensor
 from torch.nn.functional import linear
@@ -363,10 +363,7 @@ def main() -> None:
         help="interpreter of an environment with vLLM, which is one more side",
     )
     options = arguments.parse()
-    report = Report(options)
-    for part in options.parts:
-        PARTS[part](options, report)
-    report.close()
+    make_parts(options, PARTS)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ from harness.processes import (
     side,
     wait_for,
 )
-from harness.report import Report
+from harness.report import Report, make_parts
 from harness.rounds import alternate, median_of
 
 from midflight.gateway.answers.answer import Answer
@@ -434,10 +434,7 @@ def main() -> None:
     )
     arguments.option("--connections", 32, smoke=4, help="of all clients of part `shards`")
     options = arguments.parse()
-    report = Report(options)
-    for part in options.parts:
-        PARTS[part](options, report)
-    report.close()
+    make_parts(options, PARTS)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ from harness.models import (
     train_on_bytes,
     versions_of,
 )
-from harness.report import Report
+from harness.report import Report, make_parts
 from harness.rounds import timed, turns
 from harness.runs import DEMO, SMALL, journal, train, train_command
 from torch import Tensor
@@ -543,10 +543,7 @@ def main() -> None:
     arguments.option("--dtype", None, help="of the server; default: the configuration's")
     arguments.option("--steps", 20, smoke=3, help="of a run of part `deterministic`")
     options = arguments.parse()
-    report = Report(options)
-    for part in options.parts:
-        PARTS[part](options, report)
-    report.close()
+    make_parts(options, PARTS)
 
 
 if __name__ == "__main__":

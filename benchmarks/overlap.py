@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING
 
 from harness.arguments import Arguments
 from harness.processes import environment
-from harness.report import Report
+from harness.report import Report, make_parts
 from harness.ring import Measured, ring
 from harness.rounds import alternate, median_of
 from harness.runs import DEMO, SMALL, train, train_command
@@ -424,10 +424,7 @@ def main() -> None:
     arguments.option("--lend-slots", 32, smoke=8, help="of each engine of part `lend`")
     options = arguments.parse()
     os.environ.update(environment())
-    report = Report(options)
-    for part in options.parts:
-        PARTS[part](options, report)
-    report.close()
+    make_parts(options, PARTS)
 
 
 if __name__ == "__main__":

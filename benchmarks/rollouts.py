@@ -34,7 +34,7 @@ from typing import Any, cast
 import uvloop
 from harness.arguments import Arguments
 from harness.processes import free_port, running, side, wait_for
-from harness.report import Report
+from harness.report import Report, make_parts
 from harness.rounds import middle_and_range, turns
 from harness.runs import DEMO
 
@@ -286,10 +286,7 @@ def main() -> None:
     arguments.option("--in-flight", 128)
     arguments.option("--answer", 8, help="tokens of each answer of part `process`")
     options = arguments.parse()
-    report = Report(options)
-    for part in options.parts:
-        PARTS[part](options, report)
-    report.close()
+    make_parts(options, PARTS)
 
 
 if __name__ == "__main__":

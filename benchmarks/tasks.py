@@ -30,7 +30,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from harness.arguments import Arguments
 from harness.processes import apart, resident_mib
-from harness.report import Report
+from harness.report import Report, make_parts
 
 from midflight.config.sources import CurriculumSection, SourceSection
 from midflight.environments.seeded_stream import SeededStream
@@ -231,10 +231,7 @@ def main() -> None:
     arguments.option("--seeds", 5, smoke=1)
     arguments.option("--most", 400_000, smoke=4000, help="rollouts before it gives up")
     options = arguments.parse()
-    report = Report(options)
-    for part in options.parts:
-        PARTS[part](options, report)
-    report.close()
+    make_parts(options, PARTS)
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ from harness.models import (
     versions_of,
 )
 from harness.processes import environment, running, side
-from harness.report import Report
+from harness.report import Report, make_parts
 from harness.rounds import Cost, median_of, timed
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -417,10 +417,7 @@ def main() -> None:
         "--sites", ["1x1", "1x4", "4x1", "4x2"], smoke=["1x2"], help="machines x engines on each"
     )
     options = arguments.parse()
-    report = Report(options)
-    for part in options.parts:
-        PARTS[part](options, report)
-    report.close()
+    make_parts(options, PARTS)
 
 
 if __name__ == "__main__":

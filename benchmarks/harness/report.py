@@ -6,7 +6,7 @@ import argparse
 import datetime
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +81,13 @@ def _flags() -> set[str]:
 
 def milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.1f} ms"
+
+
+def make_parts(
+    options: argparse.Namespace, parts: Mapping[str, Callable[[argparse.Namespace, Report], None]]
+) -> None:
+    """Measures the parts that `--parts` names, one after the other, into one report."""
+    report = Report(options)
+    for part in options.parts:
+        parts[part](options, report)
+    report.close()
