@@ -29,6 +29,8 @@ HeldOut = Annotated[
     ),
 ]
 
+MISTAKES_SHOWN = 20
+
 
 def samples(
     run: RunFolder,
@@ -85,7 +87,25 @@ def samples(
     return 0
 
 
-def ledger(run: RunFolder, debug: Debug = False) -> int:
+def ledger(
+    run: RunFolder,
+    prove: Annotated[
+        bool,
+        typer.Option(
+            "--prove",
+            help="Compute all digests of the run again, and name what was changed since.",
+        ),
+    ] = False,
+    digest: Annotated[
+        str,
+        typer.Option(
+            help="A digest that you kept, as the run printed it at its end: the run must have it.",
+            metavar="HEX",
+            show_default=False,
+        ),
+    ] = "",
+    debug: Debug = False,
+) -> int:
     """Says where every token of a run went; 1 if they do not add up."""
     from rich.console import Console
 
@@ -95,12 +115,35 @@ def ledger(run: RunFolder, debug: Debug = False) -> int:
     from midflight.cli.put_back import put_back_at
 
     put_back_at(run)
+    if prove or digest:
+        return _prove(run, digest)
     found = ledger_of(run)
     Console().print(ledger_table(found))
     if (said := copy_in_words(run)) is not None:
         typer.echo(said)
     typer.echo(found.balance)
     return 0 if found.balanced else 1
+
+
+def _prove(run: Path, digest: str) -> int:
+    from midflight.archive.prove.proof import prove
+
+    proof = prove(run, digest=digest)
+    for mistake in proof.mistakes[:MISTAKES_SHOWN]:
+        typer.echo(f"wrong: {mistake}")
+    left = len(proof.mistakes) - MISTAKES_SHOWN
+    if left > 0:
+        typer.echo(f"wrong: and {left} more")
+    for note in proof.notes:
+        typer.echo(f"note: {note}")
+    if proof.holds:
+        typer.echo(
+            f"proven: {proof.num_rollouts:,} rollouts and {proof.num_steps:,} steps have their "
+            "digests"
+        )
+    if proof.digest:
+        typer.echo(f"digest of the last step: {proof.digest}")
+    return 0 if proof.holds else 1
 
 
 def export(

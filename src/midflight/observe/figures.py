@@ -44,6 +44,8 @@ def figures(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "waiting", ", ".join(waits)
     if summary.peak_memory_mb is not None:
         yield "peak memory", f"{summary.peak_memory_mb:,.0f} MB"
+    if summary.digest:
+        yield "digest", summary.digest
 
 
 def _groups(accounts: Accounts) -> str:

@@ -16,7 +16,7 @@ def summary_table(summary: Summary, status: Status) -> Table:
         title=f"{summary.name}: {summary.steps} steps", box=box.ROUNDED, show_header=False
     )
     table.add_column(style="bold")
-    table.add_column()
+    table.add_column(overflow="fold")
     troubles = {"failed by"}
     for name, source in summary.sources.items():
         if source.incomplete:

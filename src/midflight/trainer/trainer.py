@@ -30,6 +30,7 @@ from midflight.trainer.schedule import Schedule
 from midflight.trainer.step import Stepper, StepRules
 from midflight.trainer.tokens import LossTokens, step_tokens
 from midflight.types import PackedBatch, Version
+from midflight.types.digests import StepChain
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,8 @@ class PolicyTrainer:
         """Steps since the first version: the schedule's clock, which a fork does not advance."""
         self.num_skipped = 0
         self.lineage: tuple[Fork, ...] = ()
+        self.chain = StepChain()
+        """The digests of the steps, which whoever takes the batches adds."""
         self._scoring = scoring
         self._rules = rules
         like = next(model.parameters())

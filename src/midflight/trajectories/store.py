@@ -30,7 +30,8 @@ from midflight.types import (
     Version,
     facts,
 )
-from midflight.types.rollouts import GroupScores
+from midflight.types.digests import NOTHING, group_digest, rollout_digest, seal_after
+from midflight.types.rollouts import GroupScores, Seal
 
 T = TypeVar("T")
 _Fated: TypeAlias = tuple[RolloutKey, Fate, Reason | None, int]
@@ -193,6 +194,15 @@ class Store:
         for deed in kept:
             fates += _fated(deed)
         self._add_fates(fates)
+        self._seal(
+            (
+                deed.trajectory.key.group,
+                deed.trajectory.key.sample,
+                database.encode_counts(deed.masked, deed.dropped),
+                rollout_digest(deed.trajectory, deed.masked, deed.dropped),
+            )
+            for deed in kept
+        )
 
     def _finish(self, finished: facts.GroupFinished) -> None:
         where = _group(finished.group.key)
@@ -206,6 +216,7 @@ class Store:
         self._db.raise_number("finished", finished.order)
         # Rollouts that ended without a record may have left some.
         self._db.execute(f"DELETE FROM turns WHERE {_GROUP}", *where)
+        self._seal_group(finished.group.key, State.WAITING)
 
     def _close(self, closed: facts.GroupClosed) -> None:
         """Closes a group and puts its successor in line at once: a crash between the two would lose
@@ -235,6 +246,7 @@ class Store:
         )
         self._db.execute(f"DELETE FROM fates WHERE fate = ? AND {_GROUP}", Fate.WAITING, *where)
         self._db.execute(f"DELETE FROM turns WHERE {_GROUP}", *where)
+        self._seal_group(closed.key, closed.reason)
         if closed.successor is not None:
             self._db.move(
                 (
@@ -245,6 +257,29 @@ class Store:
                 State.IN_LINE,
                 *where,
             )
+
+    def _seal_group(self, key: GroupKey, end: str) -> None:
+        """Adds the end of a group to the chain: `waiting`, or the reason for which it was
+        dropped.
+        """
+        ((task,),) = self._db.execute(f"SELECT task FROM groups WHERE {_GROUP}", *_group(key))
+        self._seal([(key, None, None, group_digest(key, task, end))])
+
+    def _seal(
+        self, sealed: Iterable[tuple[GroupKey, int | None, bytes | None, bytes]]
+    ) -> None:
+        """Adds a link for each of these to the chain of digests."""
+        seal = self.seal()
+        links = list[tuple[Value, ...]]()
+        for key, sample, counts, digest in sealed:
+            seal = seal_after(seal, digest)
+            links.append((seal.number, *_group(key), sample, counts, digest, seal.head))
+        self._db.execute_rows("INSERT INTO seals VALUES {}", links)
+
+    def seal(self) -> Seal:
+        """The end of the chain of digests."""
+        found = self._db.execute("SELECT number, head FROM seals ORDER BY number DESC LIMIT 1")
+        return Seal(*found[0]) if found else Seal(0, NOTHING)
 
     def _lease(self, leased: facts.Leased) -> None:
         batch = leased.batch
