@@ -394,9 +394,7 @@ class Store:
 
         Final groups are included as sums only.
         """
-        for checkpoint, version in self._db.execute(
-            "SELECT checkpoint, version FROM forks ORDER BY rowid"
-        ):
+        for checkpoint, version in self.forks():
             yield facts.WentBack(checkpoint, version, ())
         for key in self._keys("state IN (?, ?, ?)", State.RUNNING, State.WAITING, State.LEASED):
             yield facts.Admitted(key, self._task(key))
@@ -427,6 +425,20 @@ class Store:
         for lease in leases:
             found += self._groups("lease = ?", lease)
         return tuple(found)
+
+    def forks(self) -> tuple[tuple[Version, Version], ...]:
+        """The checkpoint and the version of each place where a trainer went on under a number that
+        was not its own.
+        """
+        found = self._db.execute("SELECT checkpoint, version FROM forks ORDER BY rowid")
+        return tuple(found)
+
+    def groups_of_step(self, version: Version) -> tuple[Group, ...]:
+        """The groups that the step which made a version trained on, in the order of their keys."""
+        found = list(self._groups("state = ? AND version = ?", State.TRAINED, version))
+        for lease in self._leases("done = 1 AND train_version = ?", version - 1):
+            found += self._groups("lease = ?", lease)
+        return tuple(sorted(found, key=lambda group: group.key))
 
     def unfinished(self) -> tuple[Unfinished, ...]:
         """The groups that were running or in line, in the order of their keys."""
