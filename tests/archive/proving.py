@@ -65,7 +65,9 @@ class RecordedLife:
             num_tasks=8,
             sdk=False,
         )
-        (folder / "config.toml").write_text(f'[rollout]\nmax_staleness = {staleness}\nstale_policy = "{policy}"\n')
+        (folder / "config.toml").write_text(
+            f'[rollout]\nmax_staleness = {staleness}\nstale_policy = "{policy}"\ngroups_per_step = 2\ngroup_size = 2\n'
+        )
         self.trainer = CountingTrainer(version, steps)
         self.saved = checkpoint or 0
         self.saved_chain = chain
@@ -303,7 +305,7 @@ class Tampering:
         return True
 
     def _link(self, folder: Path) -> bool:
-        number, digest, head, counts = self._one(folder, "seals", "number, digest, head, counts")
+        number, digest, head, _ = self._one(folder, "seals", "number, digest, head, detail")
         column = self._random.choice(("digest", "head"))
         data = bytearray(digest if column == "digest" else head)
         data[self._random.randrange(len(data))] ^= 16
@@ -371,7 +373,7 @@ def write_chain_anew(folder: Path) -> None:
         changed = next(one for one in store.rollouts(tuple(key)) if one.sample == sample)
         link = next(link for link in store.links() if link.key == tuple(key) and link.sample == sample)
         task = msgspec.msgpack.decode(store.groups[tuple(key)].task)
-        counts = msgspec.msgpack.decode(link.counts or b"")
+        counts = msgspec.msgpack.decode(link.detail or b"")
         own = [formulas.row(row.arrays, row.role, [record[4] for record in row.records]) for row in changed.rows]
         digest = formulas.rollout((*key, sample), task, changed.columns, counts, own)
         links = [(one.number, digest if one.number == link.number else one.digest) for one in store.links()]
@@ -387,7 +389,8 @@ def write_chain_anew(folder: Path) -> None:
 
 
 def _write_steps_anew(folder: Path, heads: dict[int, str]) -> None:
-    rules = Rules(**tomllib.loads((folder / "config.toml").read_text())["rollout"])
+    written = tomllib.loads((folder / "config.toml").read_text())["rollout"]
+    rules = Rules(written["max_staleness"], written["stale_policy"])
     lines = _lines(folder)
     before = b""
     with opened(folder / STORE) as store:

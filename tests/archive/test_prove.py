@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
@@ -13,6 +14,7 @@ import pytest
 
 from midflight.archive.prove.proof import prove
 from midflight.errors import NoRun
+from midflight.run.replay.decisions import decide_again
 
 from .proving import Tampering, digest_of, honest_run, proof_after, write_chain_anew
 
@@ -84,3 +86,19 @@ def test_a_run_of_an_older_midflight_is_refused_with_a_sentence(runs: list[Path]
 
     with pytest.raises(NoRun, match="has no digests: an older Midflight made the run"):
         proof_after(runs[0], tmp_path / "changed", older)
+
+
+def test_the_books_decide_as_they_did(runs: list[Path]) -> None:
+    for folder in runs:
+        found = decide_again(folder)
+        assert found.num_leases >= 8 and found.num_groups >= 16
+        assert not found.different, f"{folder}: {found.different}"
+
+
+def test_other_limits_decide_otherwise(runs: list[Path], tmp_path: Path) -> None:
+    shutil.copytree(runs[0], tmp_path / "run")
+    file = tmp_path / "run" / "config.toml"
+    file.write_text(file.read_text() + "min_group_size = 2\ndrop_zero_spread = false\n")
+    before = decide_again(tmp_path / "run")
+    file.write_text(file.read_text().replace("groups_per_step = 2", "groups_per_step = 3"))
+    assert decide_again(tmp_path / "run").different and before.num_leases

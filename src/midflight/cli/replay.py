@@ -40,6 +40,13 @@ def replay(
             metavar="ROW:PLACE",
         ),
     ] = None,
+    decisions: Annotated[
+        bool,
+        typer.Option(
+            "--decisions",
+            help="Apply the run's events to the books again, and say where these decide otherwise.",
+        ),
+    ] = False,
     device: Annotated[str, typer.Option(help="Where the step is made.")] = "cpu",
     debug: Debug = False,
 ) -> int:
@@ -56,6 +63,8 @@ def replay(
         with opened(run) as (folder, packed):
             return _replay(folder, packed if step is None else step, explain, device)
     put_back_at(run)
+    if decisions:
+        return _decide_again(run)
     if step is None:
         raise ConfigError("say which step to make again: --step N; `midflight samples` names some.")
     if bundle is None:
@@ -63,6 +72,20 @@ def replay(
     size = write_bundle(run, step, bundle, with_weights=weights)
     typer.echo(f"wrote {bundle} ({size / 2**20:.1f} MB); make the step: midflight replay {bundle}")
     return 0
+
+
+def _decide_again(run: Path) -> int:
+    from midflight.run.replay.decisions import decide_again
+
+    found = decide_again(run)
+    for one in found.different:
+        typer.echo(f"event {one.event}: {one.what}")
+    differing = len(found.different)
+    typer.echo(
+        f"{found.num_groups:,} ends of groups and {found.num_leases:,} batches were decided again; "
+        f"{differing:,} otherwise"
+    )
+    return 1 if differing else 0
 
 
 def _replay(folder: Path, step: int, explain: str | None, device: str) -> int:

@@ -4,7 +4,7 @@ transactions, and errors with names.
 
 import secrets
 import sqlite3
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from itertools import chain
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from midflight.errors import StoreCorrupt, StoreFailed, StoreNewer
-from midflight.types import Json, Reason, Row, Task, Trajectory, Turn
+from midflight.types import GroupKey, Json, Reason, Row, Task, Trajectory, Turn
 from midflight.types.rollouts import RoleRecord, TurnRecord
 
 Value: TypeAlias = "int | float | str | bytes | None"
@@ -83,11 +83,13 @@ read without it.
 """
 
 SEALS = """
-CREATE TABLE IF NOT EXISTS seals (  -- a link for each rollout that ended and for each end of a group
+CREATE TABLE IF NOT EXISTS seals (  -- a link for each event, in the order in which they happened
     number INTEGER PRIMARY KEY,
+    event TEXT NOT NULL,            -- rollout: it ended; waiting, or a reason: the end of a group; leased, taken_back, went_back
+    -- of a rollout or group; of a lease its number, its version and 0; of going back checkpoint, version and 0
     epoch INTEGER NOT NULL, position INTEGER NOT NULL, attempt INTEGER NOT NULL,
     sample INTEGER,                 -- of a rollout
-    counts BLOB,                    -- of a rollout: its tokens that are in no row, masked and dropped, by reason
+    detail BLOB,                    -- of a rollout its tokens that are in no row, of a lease and of going back the groups
     digest BLOB NOT NULL,
     head BLOB NOT NULL              -- the digest of this link and of the head before it
 )
@@ -395,6 +397,10 @@ def encode_scored(of: Trajectory) -> bytes:
 
 def decode_scored(blob: bytes) -> RewardParts:
     return _SCORED.decode(blob)
+
+
+def encode_keys(keys: Iterable[GroupKey]) -> bytes:
+    return _encode([(key.epoch, key.index, key.attempt) for key in sorted(keys)])
 
 
 def encode_counts(masked: Mapping[Reason, int], dropped: Mapping[Reason, int]) -> bytes:

@@ -30,7 +30,13 @@ from midflight.types import (
     Version,
     facts,
 )
-from midflight.types.digests import NOTHING, group_digest, rollout_digest, seal_after
+from midflight.types.digests import (
+    NOTHING,
+    group_digest,
+    rollout_digest,
+    seal_after,
+    step_event_digest,
+)
 from midflight.types.rollouts import GroupScores, Seal
 
 T = TypeVar("T")
@@ -69,6 +75,17 @@ class Unfinished:
             for turn in turns:
                 for segment in turn.segments:
                     yield segment.version
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An event of the chain of digests."""
+
+    kind: str
+    place: tuple[int, int, int, int | None]
+    """Epoch, position, attempt and sample, or what stands in their place (`database.SEALS`)."""
+    digest: bytes
+    detail: bytes | None = None
 
 
 class Store:
@@ -139,6 +156,7 @@ class Store:
             case facts.TakenBack(lease=lease):
                 (train_version,) = self._open(lease)
                 self._take_back(lease)
+                self._seal_step("taken_back", lease, train_version, ())
                 self._db.set_number("next", min(self._db.number("next") or 0, train_version))
             case facts.WentBack():
                 self._go_back(fact)
@@ -195,11 +213,11 @@ class Store:
             fates += _fated(deed)
         self._add_fates(fates)
         self._seal(
-            (
-                deed.trajectory.key.group,
-                deed.trajectory.key.sample,
-                database.encode_counts(deed.masked, deed.dropped),
+            Event(
+                "rollout",
+                _rollout(deed.trajectory.key),
                 rollout_digest(deed.trajectory, deed.masked, deed.dropped),
+                database.encode_counts(deed.masked, deed.dropped),
             )
             for deed in kept
         )
@@ -263,17 +281,23 @@ class Store:
         dropped.
         """
         ((task,),) = self._db.execute(f"SELECT task FROM groups WHERE {_GROUP}", *_group(key))
-        self._seal([(key, None, None, group_digest(key, task, end))])
+        self._seal([Event(end, (*_group(key), None), group_digest(key, task, end))])
 
-    def _seal(
-        self, sealed: Iterable[tuple[GroupKey, int | None, bytes | None, bytes]]
-    ) -> None:
-        """Adds a link for each of these to the chain of digests."""
+    def _seal_step(self, event: str, first: int, second: int, groups: Sequence[GroupKey]) -> None:
+        """Adds an event of the steps to the chain: a lease, its end, or going back."""
+        digest = step_event_digest(event, first, second, groups)
+        detail = database.encode_keys(groups)
+        self._seal([Event(event, (first, second, 0, None), digest, detail)])
+
+    def _seal(self, events: Iterable[Event]) -> None:
+        """Adds a link for each event to the chain of digests."""
         seal = self.seal()
         links = list[tuple[Value, ...]]()
-        for key, sample, counts, digest in sealed:
-            seal = seal_after(seal, digest)
-            links.append((seal.number, *_group(key), sample, counts, digest, seal.head))
+        for event in events:
+            seal = seal_after(seal, event.digest)
+            links.append(
+                (seal.number, event.kind, *event.place, event.detail, event.digest, seal.head)
+            )
         self._db.execute_rows("INSERT INTO seals VALUES {}", links)
 
     def seal(self) -> Seal:
@@ -299,6 +323,8 @@ class Store:
             self._add_fates((key, Fate.WAITING, None, -number) for key, number in counts.items())
             self._add_fates((key, fate, Reason.STALE, number) for key, number in counts.items())
         self._db.execute(f"DELETE FROM fates WHERE num_tokens = 0 AND {_OF_LEASE}", batch.lease)
+        keys = [group.key for group in batch.groups]
+        self._seal_step("leased", batch.lease, batch.train_version, keys)
 
     def _step(self, lease: int) -> None:
         self._open(lease)
@@ -348,6 +374,8 @@ class Store:
             self._db.execute("INSERT INTO forks VALUES (?, ?)", back.checkpoint, back.version)
         self._db.raise_number("version", back.version)
         self._db.set_number("next", back.version)
+        keys = [group.key for group in back.groups]
+        self._seal_step("went_back", back.checkpoint, back.version, keys)
 
     def _settle(self, version: Version) -> None:
         """Makes steps up to `version` final. Also makes a step final whose report was lost with
@@ -439,6 +467,13 @@ class Store:
         for lease in self._leases("done = 1 AND train_version = ?", version - 1):
             found += self._groups("lease = ?", lease)
         return tuple(sorted(found, key=lambda group: group.key))
+
+    def group(self, key: GroupKey) -> Group:
+        """The scored rollouts of a group that have ended."""
+        return self._group(key)
+
+    def task(self, key: GroupKey) -> Task:
+        return self._task(key)
 
     def unfinished(self) -> tuple[Unfinished, ...]:
         """The groups that were running or in line, in the order of their keys."""

@@ -133,6 +133,14 @@ def group_digest(key: GroupKey, task: bytes, end: str) -> bytes:
     return fold(b"group", whole(key.epoch, key.index, key.attempt), task, end.encode())
 
 
+def step_event_digest(event: str, first: int, second: int, groups: Iterable[GroupKey]) -> bytes:
+    """The digest of an event of the steps, in the order of their groups' keys: a lease (its number,
+    the version that the step begins at), its return, or going back (checkpoint, new version).
+    """
+    keys = [whole(key.epoch, key.index, key.attempt) for key in sorted(groups)]
+    return fold(event.encode(), whole(first, second), *keys)
+
+
 def seal_after(before: Seal, digest: bytes) -> Seal:
     """The chain with one more link."""
     return Seal(before.number + 1, fold(b"seal", before.head, digest))

@@ -120,6 +120,11 @@ def group(key: Sequence[int], task: bytes, end: str) -> bytes:
     return digest_of([b"group", integers(*key), task, end.encode()])
 
 
+def step_event(event: str, first: int, second: int, keys: Sequence[Sequence[int]]) -> bytes:
+    written = [integers(*key) for key in sorted(keys)]
+    return digest_of([event.encode(), integers(first, second), *written])
+
+
 def link(head: bytes, digest: bytes) -> bytes:
     return digest_of([b"seal", head, digest])
 

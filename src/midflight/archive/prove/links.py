@@ -11,6 +11,7 @@ from midflight.types import Reason
 
 WAITING = "waiting"
 OPEN = ("running", "in_line")
+STEP_EVENTS = ("leased", "taken_back", "went_back")
 
 
 @dataclass(slots=True)
@@ -22,6 +23,8 @@ class Chain:
     rollouts: dict[tuple[Key, int], Link] = field(default_factory=dict[tuple[Key, int], Link])
     """The last link of each rollout."""
     groups: dict[Key, Link] = field(default_factory=dict[Key, Link])
+    steps: list[Link] = field(default_factory=list[Link])
+    """Leases and going back."""
 
 
 def read_chain(store: StoreRecord, chain: Chain) -> Iterator[str]:
@@ -41,7 +44,9 @@ def read_chain(store: StoreRecord, chain: Chain) -> Iterator[str]:
             yield f"link {place} of the chain of {store.path.name} was changed ({_what(link)})"
             head = link.head
         chain.heads.append(link.head)
-        if link.sample is None:
+        if link.event in STEP_EVENTS:
+            chain.steps.append(link)
+        elif link.sample is None:
             chain.groups[link.key] = link
         else:
             chain.rollouts[link.key, link.sample] = link
@@ -49,6 +54,8 @@ def read_chain(store: StoreRecord, chain: Chain) -> Iterator[str]:
 
 def _what(link: Link) -> str:
     name = "-".join(map(str, link.key))
+    if link.event in STEP_EVENTS:
+        return f"{link.event} {link.key[0]}, {link.key[1]}"
     return f"group {name}" if link.sample is None else f"rollout {name}-{link.sample}"
 
 
@@ -66,8 +73,34 @@ def check_groups(store: StoreRecord, chain: Chain) -> Iterator[str]:
         end = group.reason if group.state == "dropped" else WAITING
         if formulas.group(group.key, group.task, end or "") != link.digest:
             yield _wrong_group(group, link)
+    yield from _check_leases(store, chain)
     for key in chain.groups.keys() - store.groups.keys():
         yield f"group {'-'.join(map(str, key))} is lost: the chain has it, the store has not"
+
+
+def _check_leases(store: StoreRecord, chain: Chain) -> Iterator[str]:
+    """Yields a sentence for each step that stands, and was given other groups than the store says.
+    A group that was dropped in its step is not looked for.
+    """
+    standing: dict[int, Link] = {}
+    for link in chain.steps:
+        number, version, _ = link.key
+        if link.event == "leased":
+            standing[version + 1] = link
+        elif link.event == "taken_back":
+            standing.pop(version + 1, None)
+        else:
+            standing = {made: lease for made, lease in standing.items() if made <= number}
+    by_version: dict[int, list[Key]] = {}
+    for group in store.groups.values():
+        if group.made is not None:
+            by_version.setdefault(group.made, []).append(group.key)
+    for made, keys in by_version.items():
+        lease = standing.get(made)
+        if lease is None:
+            yield f"the step that made version {made} was given no groups by the chain"
+        elif formulas.step_event("leased", lease.key[0], lease.key[1], keys) != lease.digest:
+            yield f"the step that made version {made} was given other groups than the store says"
 
 
 def _wrong_group(group: StoredGroup, link: Link) -> str:
@@ -114,7 +147,7 @@ def _check_rollout(
         turns = [record[4] for record in row.records]
         rows.append(formulas.row(row.arrays, row.role, turns))
     task = store.decoded(f"the task of {group.name}", group.task)
-    counts = store.decoded(f"the counts of {rollout.name}", link.counts or b"\x92\x80\x80")
+    counts = store.decoded(f"the counts of {rollout.name}", link.detail or b"\x92\x80\x80")
     key = (*rollout.key, rollout.sample)
     if formulas.rollout(key, task, rollout.columns, counts, rows) != link.digest:
         yield (

@@ -86,12 +86,13 @@ class StoredGroup:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A link of the chain: the end of a rollout, or of a group if it has no sample."""
+    """A link of the chain: an event, in the order in which they happened."""
 
     number: int
+    event: str
     key: Key
     sample: int | None
-    counts: bytes | None
+    detail: bytes | None
     digest: bytes
     head: bytes
 
@@ -118,11 +119,11 @@ class StoreRecord:
         """The chain, in order."""
         if not self.has_chain:
             return
-        columns = "number, epoch, position, attempt, sample, counts, digest, head"
-        for number, epoch, position, attempt, *rest in self._connection.execute(
+        columns = "number, event, epoch, position, attempt, sample, detail, digest, head"
+        for number, event, epoch, position, attempt, *rest in self._connection.execute(
             f"SELECT {columns} FROM seals ORDER BY number"
         ):
-            yield Link(number, (epoch, position, attempt), *rest)
+            yield Link(number, event, (epoch, position, attempt), *rest)
 
     def rollouts(self, group: Key | None = None) -> Iterator[StoredRollout]:
         """The rollouts that have ended, in the order of their keys: of one group or of all."""
