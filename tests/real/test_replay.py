@@ -149,3 +149,35 @@ def test_another_loss_is_trained_on_the_same_rollouts(place: Path, midflight: Ca
         assert (place / name / "model" / "model.safetensors").exists()
     status, said = midflight("train", "run.toml", "--rollouts-from", "run", "--folder", "same")
     assert status != 0 and "holds a run already" in said
+
+
+def test_the_books_decide_as_they_did(midflight: Callable[..., tuple[int, str]]) -> None:
+    status, said = midflight("replay", "run", "--decisions")
+    assert status == 0 and "6 batches were decided again; 0 otherwise" in said, said
+
+
+def test_an_agent_runs_again_on_its_recorded_answers(place: Path, midflight: Callable[..., tuple[int, str]]) -> None:
+    with closing(sqlite3.connect(place / "run" / "store.sqlite")) as store:
+        (key, reward) = store.execute(
+            "SELECT epoch || '-' || position || '-' || attempt || '-' || sample, reward FROM rollouts WHERE num_trainable > 0 LIMIT 1"
+        ).fetchone()
+    status, said = midflight("replay", "run", "--rollout", key)
+    assert "1 of 1 recorded answers were asked for again" in said and f"reward {reward} then, 0.25 now" in said, said
+    assert (status == 0) == (reward == 0.25)
+    (place / "graded.py").write_text(GRADED.replace("await asked(task, client)", "await asked(changed(task), client)") + CHANGED)
+    try:
+        status, said = midflight("replay", "run", "--rollout", key)
+    finally:
+        (place / "graded.py").write_text(GRADED)
+    assert status == 1 and "0 of 1 recorded answers" in said and "asked something else" in said, said
+    status, said = midflight("replay", "run", "--rollout", "7-7-7-7")
+    assert status != 0 and "has no rollout 7-7-7-7 that has ended" in said
+
+
+CHANGED = """
+
+def changed(task):
+    from dataclasses import replace
+
+    return replace(task, data={**task.data, "question": "what else?"})
+"""

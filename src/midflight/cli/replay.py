@@ -40,6 +40,13 @@ def replay(
             metavar="ROW:PLACE",
         ),
     ] = None,
+    rollout: Annotated[
+        str | None,
+        typer.Option(
+            help="Run the agent of this rollout again, on the answers that were recorded.",
+            metavar="ID",
+        ),
+    ] = None,
     decisions: Annotated[
         bool,
         typer.Option(
@@ -65,6 +72,8 @@ def replay(
     put_back_at(run)
     if decisions:
         return _decide_again(run)
+    if rollout is not None:
+        return _replay_rollout(run, rollout)
     if step is None:
         raise ConfigError("say which step to make again: --step N; `midflight samples` names some.")
     if bundle is None:
@@ -72,6 +81,23 @@ def replay(
     size = write_bundle(run, step, bundle, with_weights=weights)
     typer.echo(f"wrote {bundle} ({size / 2**20:.1f} MB); make the step: midflight replay {bundle}")
     return 0
+
+
+def _replay_rollout(run: Path, text: str) -> int:
+    from midflight.archive.store_reader import rollout_key
+    from midflight.run.replay.rollout import replay_rollout
+
+    replayed = replay_rollout(run, rollout_key(text))
+    recorded = replayed.recorded
+    typer.echo(
+        f"rollout {text}: {replayed.num_given} of {len(recorded.turns)} recorded answers were asked "
+        f"for again; reward {recorded.reward} then, {replayed.made.reward} now"
+    )
+    if replayed.other_prompt:
+        typer.echo(f"the agent asked something else, which ends: {replayed.other_prompt!r}")
+    elif replayed.made.error:
+        typer.echo(f"it failed: {replayed.made.error}")
+    return 0 if replayed.holds else 1
 
 
 def _decide_again(run: Path) -> int:

@@ -227,6 +227,17 @@ def _kept(row: Row, record: TurnRecord) -> Iterator[NDArray[Any]]:
         yield ids[offsets[number] : offsets[number + 1]]
 
 
+def kept_of(row: Row, record: TurnRecord) -> tuple[bytes, ...]:
+    """The records of truncation of an answer's tokens; empty if it has none."""
+    if row.kept is None or row.kept_lengths is None:
+        return ()
+    ends = np.cumsum(row.kept_lengths)[record.first : record.end].tolist()
+    lengths = row.kept_lengths[record.first : record.end].tolist()
+    return tuple(
+        row.kept[end - length : end].tobytes() for end, length in zip(ends, lengths, strict=True)
+    )
+
+
 def _read(
     model: PreTrainedModel, tokens: Sequence[int], keys: object
 ) -> tuple[Tensor, object]:
