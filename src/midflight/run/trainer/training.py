@@ -117,11 +117,11 @@ class TrainingLoop:
         chain: StepChain | None = None,
     ) -> None:
         """`heartbeat` gets work and waits, and a handover with the `handover_seconds` that it may
-        take. Steps are added to `chain`.
+        take. Steps are added to `chain`, if there is one.
         """
         self._doing = (heartbeat or Heartbeat()).doing
         self._handover_seconds = handover_seconds
-        self._chain = chain or StepChain()
+        self._chain = chain
         self._trainer = trainer
         self._outlet = outlet
         self._service = service
@@ -147,7 +147,8 @@ class TrainingLoop:
         async with asyncio.TaskGroup() as tasks:
             drawn = tasks.create_task(self._service.take(self._trainer.version))
             first = await self._publish()
-            self._chain.begin(first.fingerprint)
+            if self._chain is not None:
+                self._chain.begin(first.fingerprint)
             handovers = deque([tasks.create_task(self._hand_over(first))])
             told = handovers[-1]
             unpublished = 0
@@ -228,7 +229,9 @@ class TrainingLoop:
         )
 
     async def _chained(self, done: Stepped, batch: PackedBatch, *, weights: str) -> Stepped:
-        """The step with its digests. Waits for the thread that makes them."""
+        """The step with its digests, if they are kept. Waits for the thread that makes them."""
+        if self._chain is None:
+            return done
         digests = await asyncio.to_thread(
             partial(
                 self._chain.stepped,
