@@ -20,7 +20,7 @@ from tests.loop.site import Agents, Site, config, fast_engines
 
 from midflight.archive.prove import formulas
 from midflight.archive.prove.batches import Rules, batch_digest, groups_of
-from midflight.archive.prove.proof import Proof, prove
+from midflight.archive.prove.proof import RunProof, prove
 from midflight.archive.prove.record import opened
 from midflight.observe.journal import Journal
 from midflight.observe.run_state import RunState
@@ -55,7 +55,9 @@ class CountingTrainer(SimulatedTrainer):
 class RecordedLife:
     """A run from one death to the next, with a journal, which saves a checkpoint every other step."""
 
-    def __init__(self, folder: Path, seed: int, *, staleness: int, policy: str, version: Version, checkpoint: Version | None, chain: str, steps: int) -> None:
+    def __init__(
+        self, folder: Path, seed: int, *, staleness: int, policy: str, version: Version, checkpoint: Version | None, chain: str, steps: int
+    ) -> None:
         self.folder = folder
         self.site = Site(
             config(staleness=staleness, every=2, steps=8, stale_policy=policy),
@@ -127,7 +129,9 @@ def honest_run(folder: Path, seed: int) -> Path:
     version, checkpoint, chain, steps = 0, None, "", 0
     folder.mkdir(parents=True)
     for number, seconds in enumerate([*deaths, None]):
-        life = RecordedLife(folder, seed + number, staleness=staleness, policy=policy, version=version, checkpoint=checkpoint, chain=chain, steps=steps)
+        life = RecordedLife(
+            folder, seed + number, staleness=staleness, policy=policy, version=version, checkpoint=checkpoint, chain=chain, steps=steps
+        )
         grave = folder.with_name(f"{folder.name}-{number}")
         run_virtual(life.run(seconds, grave), seed=seed, max_seconds=20_000)
         if life.ended:
@@ -143,7 +147,7 @@ def digest_of(folder: Path) -> str:
     return prove(folder).digest
 
 
-def proof_after(folder: Path, into: Path, change: Callable[[Path], None], *, digest: str = "") -> Proof:
+def proof_after(folder: Path, into: Path, change: Callable[[Path], None], *, digest: str = "") -> RunProof:
     """The proof of a copy of the run that was changed."""
     shutil.rmtree(into, ignore_errors=True)
     into.mkdir()
@@ -230,7 +234,12 @@ class Tampering:
     def _rollout_column(self, folder: Path) -> bool:
         (rowid,) = self._one(folder, "rollouts")
         column, change = self._random.choice(
-            [("reward", "COALESCE(reward, 0) + 0.125"), ("truncated", "1 - truncated"), ("room", "COALESCE(room, 0) + 1"), ("num_trainable", "num_trainable + 1")]
+            [
+                ("reward", "COALESCE(reward, 0) + 0.125"),
+                ("truncated", "1 - truncated"),
+                ("room", "COALESCE(room, 0) + 1"),
+                ("num_trainable", "num_trainable + 1"),
+            ]
         )
         self.what = f"{column} of rollout {rowid}"
         self._ask(folder, f"UPDATE rollouts SET {column} = {change} WHERE rowid = ?", rowid)
@@ -270,7 +279,9 @@ class Tampering:
         (rowid,) = self._one(folder, "rollouts")
         self.what = f"rollout {rowid} a second time"
         columns = "reward, truncated, room, error, seconds, num_trainable, rows, scored"
-        self._ask(folder, f"INSERT INTO rollouts SELECT epoch, position, attempt, sample + 100, {columns} FROM rollouts WHERE rowid = ?", rowid)
+        self._ask(
+            folder, f"INSERT INTO rollouts SELECT epoch, position, attempt, sample + 100, {columns} FROM rollouts WHERE rowid = ?", rowid
+        )
         return True
 
     def _lost_group(self, folder: Path) -> bool:

@@ -135,7 +135,9 @@ def test_a_step_in_one_file_is_made_again_without_the_run(place: Path, midflight
         (("run.toml",), "is no bundle"),
     ],
 )
-def test_what_cannot_be_made_again_is_refused_in_a_sentence(midflight: Callable[..., tuple[int, str]], arguments: tuple[str, ...], said: str) -> None:
+def test_what_cannot_be_made_again_is_refused_in_a_sentence(
+    midflight: Callable[..., tuple[int, str]], arguments: tuple[str, ...], said: str
+) -> None:
     status, found = midflight("replay", *arguments)
     assert status != 0 and said in " ".join(found.split()), found
 

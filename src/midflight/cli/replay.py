@@ -66,7 +66,9 @@ def replay(
 
     if run.is_file():
         if bundle is not None:
-            raise ConfigError(f"{run} is a bundle already; --bundle packs a step of a run's folder.")
+            raise ConfigError(
+                f"{run} is a bundle already; --bundle packs a step of a run's folder."
+            )
         with opened(run) as (folder, packed):
             return _replay(folder, packed if step is None else step, explain, device)
     put_back_at(run)

@@ -10,8 +10,8 @@ import msgspec
 
 from midflight.config.sections import Config
 from midflight.observe.lines import (
-    CheckpointLine,
     AlarmLine,
+    CheckpointLine,
     CompletionsLine,
     EvaluationLine,
     Line,

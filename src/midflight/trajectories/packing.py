@@ -370,7 +370,9 @@ def _seals(header: Mapping[str, str]) -> tuple[Seal, ...]:
         found = msgspec.json.decode(header.get("seals", "[]"), type=tuple[tuple[int, str], ...])
         return tuple(Seal(number, bytes.fromhex(head)) for number, head in found)
     except ValueError as error:
-        raise BatchCorrupt(f"Reading a packed batch: seals is no list of seals ({error}).") from None
+        raise BatchCorrupt(
+            f"Reading a packed batch: seals is no list of seals ({error})."
+        ) from None
 
 
 def _check_tables(packed: PackedBatch) -> None:

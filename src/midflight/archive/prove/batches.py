@@ -23,7 +23,7 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class BatchMember:
     """A rollout, or one role of it, in a batch."""
 
     rollout: StoredRollout
@@ -55,7 +55,7 @@ _KINDS = {
 
 def groups_of(
     store: StoreRecord, keys: Sequence[Key], made: int, rules: Rules
-) -> Iterator[list[Member]]:
+) -> Iterator[list[BatchMember]]:
     """Yields the groups of the step that made a version, each as the step trained on it."""
     floor = made - 1 - rules.max_staleness
     forks = [fork for fork in store.forks if fork[1] <= made - 1]
@@ -75,9 +75,7 @@ def _arrays(
 ) -> tuple[dict[str, NDArray[Any]], ...]:
     found: list[dict[str, NDArray[Any]]] = []
     for row in rollout.rows:
-        arrays = {
-            name: np.frombuffer(row.arrays[name], kind) for name, kind in _KINDS.items()
-        }
+        arrays = {name: np.frombuffer(row.arrays[name], kind) for name, kind in _KINDS.items()}
         arrays["versions"] = _renumbered(arrays["versions"], forks)
         arrays["kv_versions"] = _renumbered(arrays["kv_versions"], forks)
         arrays["role"] = np.array(row.role)
@@ -127,7 +125,7 @@ def _trimmed(
 
 def _by_role(
     rollouts: Sequence[StoredRollout], parts: Sequence[tuple[dict[str, NDArray[Any]], ...]]
-) -> Iterator[list[Member]]:
+) -> Iterator[list[BatchMember]]:
     """Yields the group, or one group for each role if its rollouts have roles."""
     members = [_member(rollout, rows) for rollout, rows in zip(rollouts, parts, strict=True)]
     roles = [_roles(rollout) for rollout in rollouts]
@@ -136,7 +134,7 @@ def _by_role(
         yield members
         return
     for name in ("", *names):
-        taking_part: list[Member] = []
+        taking_part: list[BatchMember] = []
         for member, own in zip(members, roles, strict=True):
             if name in own or (not own and not name):
                 taking_part.append(_of_role(member, name, own))
@@ -149,9 +147,9 @@ def _roles(rollout: StoredRollout) -> Mapping[str, Any]:
     return scored[4] if len(scored) > 4 else {}
 
 
-def _member(rollout: StoredRollout, rows: tuple[dict[str, NDArray[Any]], ...]) -> Member:
+def _member(rollout: StoredRollout, rows: tuple[dict[str, NDArray[Any]], ...]) -> BatchMember:
     columns = rollout.columns
-    return Member(
+    return BatchMember(
         rollout,
         columns["reward"],
         bool(columns["truncated"]),
@@ -162,7 +160,7 @@ def _member(rollout: StoredRollout, rows: tuple[dict[str, NDArray[Any]], ...]) -
     )
 
 
-def _of_role(member: Member, name: str, roles: Mapping[str, Any]) -> Member:
+def _of_role(member: BatchMember, name: str, roles: Mapping[str, Any]) -> BatchMember:
     rows = tuple(row for row in member.rows if str(row["role"]) == name)
     if not name:
         return replace(member, rows=rows)
@@ -178,7 +176,7 @@ def _of_role(member: Member, name: str, roles: Mapping[str, Any]) -> Member:
     )
 
 
-def batch_digest(groups: Sequence[Sequence[Member]], made: int) -> bytes:
+def batch_digest(groups: Sequence[Sequence[BatchMember]], made: int) -> bytes:
     """The digest of the batch of these groups, as the trainer that made a version had it."""
     members = [member for group in groups for member in group]
     rows = [row for member in members for row in member.rows]
@@ -220,7 +218,7 @@ def _numbers(values: Sequence[int]) -> bytes:
 
 
 def _turn_rewards(
-    members: Sequence[Member], rows: Sequence[Mapping[str, NDArray[Any]]]
+    members: Sequence[BatchMember], rows: Sequence[Mapping[str, NDArray[Any]]]
 ) -> tuple[bytes, bytes]:
     """The number of the answer of each token, and the rewards of answers."""
     width = max((len(member.turn_rewards) for member in members), default=0)
@@ -240,7 +238,7 @@ def _or_zeros(row: Mapping[str, NDArray[Any]], name: str) -> bytes:
     return bytes(4 * len(row["token_ids"]))
 
 
-def _components(members: Sequence[Member], names: Sequence[str]) -> bytes:
+def _components(members: Sequence[BatchMember], names: Sequence[str]) -> bytes:
     table = [[member.components.get(name, np.nan) for name in names] for member in members]
     return np.array(table, "<f4").tobytes() if names else b""
 

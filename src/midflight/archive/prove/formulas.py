@@ -120,7 +120,7 @@ def group(key: Sequence[int], task: bytes, end: str) -> bytes:
     return digest_of([b"group", integers(*key), task, end.encode()])
 
 
-def step_event(event: str, first: int, second: int, keys: Sequence[Sequence[int]]) -> bytes:
+def step_event(event: str, first: int, second: int, keys: Sequence[tuple[int, ...]]) -> bytes:
     written = [integers(*key) for key in sorted(keys)]
     return digest_of([event.encode(), integers(first, second), *written])
 
@@ -131,12 +131,8 @@ def link(head: bytes, digest: bytes) -> bytes:
 
 def step(before: bytes, version: int, said: Mapping[str, Any], loss: Sequence[Any]) -> bytes:
     """The digest of a step's line. `loss` holds the loss and the norm of the gradient."""
-    seals = [
-        digest_of([integers(number), bytes.fromhex(head)]) for number, head in said["seals"]
-    ]
-    known = [
-        value if value is not None and math.isfinite(value) else None for value in loss
-    ]
+    seals = [digest_of([integers(number), bytes.fromhex(head)]) for number, head in said["seals"]]
+    known = [value if value is not None and math.isfinite(value) else None for value in loss]
     return digest_of(
         [
             b"step",

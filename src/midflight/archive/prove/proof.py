@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from midflight.archive.prove import formulas
-from midflight.archive.prove.batches import Member, Rules, batch_digest, groups_of
+from midflight.archive.prove.batches import BatchMember, Rules, batch_digest, groups_of
 from midflight.archive.prove.links import Chain, check_groups, check_rollouts, read_chain
 from midflight.archive.prove.record import Key, StoreRecord, opened
 from midflight.archive.store_reader import file_of
@@ -22,7 +22,7 @@ from midflight.types import Kind
 
 
 @dataclass(slots=True)
-class Proof:
+class RunProof:
     """The result of a proof."""
 
     mistakes: list[str] = field(default_factory=list[str])
@@ -39,11 +39,11 @@ class Proof:
         return not self.mistakes
 
 
-def prove(folder: Path, *, digest: str = "") -> Proof:
+def prove(folder: Path, *, digest: str = "") -> RunProof:
     """Computes the digests of a run again. `digest` is one that is held outside of the run: then
     the run must have it. Raises `NoRun` if there is nothing to prove.
     """
-    proof = Proof()
+    proof = RunProof()
     lines = [line for line in read_journal(folder / "metrics.jsonl").steps if line.digests]
     with ExitStack() as open_stores:
         stores = [open_stores.enter_context(opened(path)) for path in _paths(folder)]
@@ -136,7 +136,7 @@ def _wrong_batch(
 ) -> Iterator[str]:
     """Yields a sentence if a step was made of other rows than those of its groups."""
     assert line.digests is not None
-    taken: list[list[Member]] = []
+    taken: list[list[BatchMember]] = []
     for store, by_version in zip(stores, groups, strict=True):
         keys = by_version.get(line.version, [])
         for group in groups_of(store, keys, line.version, rules):
@@ -152,7 +152,9 @@ def _wrong_batch(
         )
 
 
-def _wrong_count(store: StoreRecord, member: Member, group: Sequence[Member]) -> Iterator[str]:
+def _wrong_count(
+    store: StoreRecord, member: BatchMember, group: Sequence[BatchMember]
+) -> Iterator[str]:
     """Yields a sentence if more or fewer tokens of a rollout count as trained than were."""
     parts = [one for one in group if one.rollout is member.rollout]
     if len(parts) > 1 or any(row["role"].size and str(row["role"]) for row in member.rows):
@@ -165,7 +167,7 @@ def _wrong_count(store: StoreRecord, member: Member, group: Sequence[Member]) ->
         )
 
 
-def _has_roles(member: Member) -> bool:
+def _has_roles(member: BatchMember) -> bool:
     scored = member.rollout.columns["scored"]
     return len(scored) > 4 and bool(scored[4])
 

@@ -41,7 +41,7 @@ _MISSING: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True)
-class StoredRow:
+class RecordedRow:
     arrays: Mapping[str, bytes]
     role: str
     records: tuple[Any, ...]
@@ -59,7 +59,7 @@ class StoredRollout:
     key: Key
     sample: int
     columns: Mapping[str, Any]
-    rows: tuple[StoredRow, ...]
+    rows: tuple[RecordedRow, ...]
 
     @property
     def name(self) -> str:
@@ -134,7 +134,7 @@ class StoreRecord:
             "ORDER BY epoch, position, attempt, sample",
             group or (),
         ):
-            found = dict(zip(columns.split(", "), values, strict=True))
+            found: dict[str, Any] = dict(zip(columns.split(", "), values, strict=True))
             name = "-".join(map(str, (epoch, position, attempt, sample)))
             found["scored"] = self.decoded(f"the parts of the reward of {name}", found["scored"])
             rows = self.decoded(f"the rows of {name}", found.pop("rows"))
@@ -194,9 +194,9 @@ def opened(path: Path) -> Generator[StoreRecord]:
         yield StoreRecord(path, connection)
 
 
-def _row(values: list[Any]) -> StoredRow:
+def _row(values: list[Any]) -> RecordedRow:
     columns = {**_MISSING, **dict(zip(_COLUMNS, values, strict=False))}
     role = columns.pop("role")
     records = columns.pop("records")
     arrays = {name: value or b"" for name, value in columns.items()}
-    return StoredRow(arrays, role, tuple(records))
+    return RecordedRow(arrays, role, tuple(records))

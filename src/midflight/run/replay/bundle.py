@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 import zipfile
 from collections.abc import Generator, Iterator

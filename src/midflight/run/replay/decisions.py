@@ -22,7 +22,7 @@ from midflight.errors import NoRun
 from midflight.run.rollout.system import buffer_limits
 from midflight.trajectories.pairs import shard_stores
 from midflight.trajectories.store import Store
-from midflight.types import Batch, Group, GroupKey, Kind, Reason, Version
+from midflight.types import Batch, Group, GroupKey, Kind, Reason
 from midflight.types.facts import (
     Admitted,
     GroupFinished,
@@ -149,7 +149,9 @@ class _DecidesAgain:
         self._books.apply(self._books.closing(key, reason))
 
     def _aged(self, link: Link, key: GroupKey, reason: Reason) -> Iterator[Decision]:
-        overdue = {closed.key: closed.reason for closed in self._books.overdue(self._books.next_version)}
+        overdue = {
+            closed.key: closed.reason for closed in self._books.overdue(self._books.next_version)
+        }
         if overdue.get(key) is not reason:
             now = f"closed: {overdue[key]}" if key in overdue else "kept"
             yield Decision(link.number, f"group {key} was closed ({reason}), and would be {now}")
@@ -160,7 +162,8 @@ class _DecidesAgain:
         keys = _keys(link)
         for closed in self._books.overdue(train_version):
             yield Decision(
-                link.number, f"group {closed.key} would be closed ({closed.reason}) before this lease"
+                link.number,
+                f"group {closed.key} would be closed ({closed.reason}) before this lease",
             )
         chosen = self._books.choose(train_version, lambda key: None)
         if isinstance(chosen, Wait):

@@ -52,7 +52,10 @@ def explain(
     yield "version", _version(batch, at)
     found = np.flatnonzero(replayed.watch.places(batch) == at)
     if not len(found):
-        yield "in the loss", "no: it has no log-probability, no reward, or its rollout was cut short"
+        yield (
+            "in the loss",
+            "no: it has no log-probability, no reward, or its rollout was cut short",
+        )
         return
     yield from _in_the_loss(replayed, int(found[0]))
 

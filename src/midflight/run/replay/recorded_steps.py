@@ -70,7 +70,9 @@ class StoredBatches:
         finally:
             store.close()
         train_version = version - 1
-        left = [self._left(group, _lineage(forks, train_version), train_version) for group in groups]
+        left = [
+            self._left(group, _lineage(forks, train_version), train_version) for group in groups
+        ]
         return pack(Batch(0, train_version, tuple(left)))
 
     def _left(self, group: Group, lineage: Lineage, train_version: Version) -> Group:

@@ -5,6 +5,7 @@ that were recorded, as long as it asks what it asked then.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -188,7 +189,7 @@ def _segments(row: Row, record: TurnRecord) -> list[Segment]:
     bounds = [0, *(np.flatnonzero(changes) + 1).tolist(), len(versions)]
     return [
         Segment(int(versions[start]), int(keys[start]), start, end)
-        for start, end in zip(bounds[:-1], bounds[1:], strict=True)
+        for start, end in itertools.pairwise(bounds)
     ]
 
 
@@ -229,4 +230,3 @@ async def _replayed(
             )
             made = await runner.run(recorded.key, recorded.task)
     return ReplayedRollout(recorded, made, len(given), engine.asked)
-

@@ -128,9 +128,7 @@ def _trainer(folder: Path, config: Config) -> PolicyTrainer:
         raise NoRun(
             f"{folder} has no model to begin with ({folder / 'start'} is gone); put it back."
         )
-    model = load_model(
-        folder / "start", dtype=config.model.dtype, device=config.trainer.device
-    )
+    model = load_model(folder / "start", dtype=config.model.dtype, device=config.trainer.device)
     reference = None
     if config.objective.kl_coefficient:
         reference = load_model(
@@ -203,5 +201,5 @@ def weights_fingerprint(trainer: PolicyTrainer, config: Config) -> str:
     views: dict[str, memoryview] = {}
     for name, tensor in tensors.items():
         flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-        views[name] = memoryview(flat.numpy())
+        views[name] = flat.numpy().data
     return fingerprint_views(layout(named_shapes(tensors)), views)

@@ -238,9 +238,7 @@ def kept_of(row: Row, record: TurnRecord) -> tuple[bytes, ...]:
     )
 
 
-def _read(
-    model: PreTrainedModel, tokens: Sequence[int], keys: object
-) -> tuple[Tensor, object]:
+def _read(model: PreTrainedModel, tokens: Sequence[int], keys: object) -> tuple[Tensor, object]:
     """Logits [T, V] of tokens over these keys, and the keys with theirs."""
     name = cache_name(model)
     assert name is not None, "a model that keeps no keys reads everything anew"

@@ -164,9 +164,7 @@ class TrainingLoop:
                     await self._freed(handovers)
                     manifest = await self._publish()
                     done = await self._chained(done, batch, weights=manifest.fingerprint)
-                    told = tasks.create_task(
-                        self._hand_over(manifest, done, after=handovers[-1])
-                    )
+                    told = tasks.create_task(self._hand_over(manifest, done, after=handovers[-1]))
                     handovers.append(told)
                 else:
                     self._outlet.pass_over(done.version)
