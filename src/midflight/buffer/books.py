@@ -89,6 +89,16 @@ class Books:
         return tuple(self._running)
 
     @property
+    def waiting(self) -> tuple[GroupKey, ...]:
+        """In the order of finishing."""
+        return tuple(self._waiting)
+
+    @property
+    def next_version(self) -> Version:
+        """The version of the next step that has no batch."""
+        return self._next
+
+    @property
     def num_running(self) -> int:
         return len(self._running)
 

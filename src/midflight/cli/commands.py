@@ -21,6 +21,7 @@ from midflight.cli import (
     fetch,
     front,
     joining,
+    replay,
     runs,
     store,
     trace_and_report,
@@ -84,6 +85,14 @@ def train(
     overwrite: Overwrite = False,
     folder: Folder = None,
     samples: Annotated[bool, typer.Option("--samples", help="Show the last rollout.")] = False,
+    rollouts_from: Annotated[
+        Path | None,
+        typer.Option(
+            help="Generate nothing: make the steps on the rollouts that this run recorded.",
+            metavar="RUN",
+            show_default=False,
+        ),
+    ] = None,
     log_format: LogFormat = None,
     debug: Debug = False,
 ) -> int:
@@ -93,6 +102,9 @@ def train(
     from midflight.run.launcher.checks.check import Caller, Plan
 
     put_back_at(config, resume=resume)
+    if rollouts_from is not None:
+        loaded = configurations.config_of_file(config, overrides or [], folder)
+        return _train_on_rollouts(loaded, rollouts_from, overwrite=overwrite)
     plan = Plan(
         configurations.config_of_file(
             config,
@@ -113,6 +125,16 @@ def train(
     from midflight.run.launcher import launch
 
     return launch.train(plan.config, resume=resume, overwrite=overwrite, found=findings)
+
+
+def _train_on_rollouts(config: "Config", source: Path, *, overwrite: bool) -> int:
+    from midflight.run.replay.training import clear, train_on_rollouts
+
+    if overwrite:
+        clear(Path(config.run.folder))
+    model = train_on_rollouts(config, source, say=typer.echo)
+    typer.echo(f"wrote {model}; compare: midflight compare {source} {config.run.folder}")
+    return 0
 
 
 @app.command()
@@ -419,6 +441,7 @@ app.command("view")(view.view)
 app.command("front")(front.front)
 for command in (store.samples, store.ledger, store.export):
     app.command()(command)
+app.command("replay")(replay.replay)
 app.command("doctor")(doctor.doctor)
 app.command("trace")(trace_and_report.trace)
 app.command("report")(trace_and_report.report)

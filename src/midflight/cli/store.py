@@ -29,6 +29,8 @@ HeldOut = Annotated[
     ),
 ]
 
+MISTAKES_SHOWN = 20
+
 
 def samples(
     run: RunFolder,
@@ -85,7 +87,40 @@ def samples(
     return 0
 
 
-def ledger(run: RunFolder, debug: Debug = False) -> int:
+def ledger(
+    run: RunFolder,
+    prove: Annotated[
+        bool,
+        typer.Option(
+            "--prove",
+            help="Compute all digests of the run again, and name what was changed since.",
+        ),
+    ] = False,
+    digest: Annotated[
+        str,
+        typer.Option(
+            help="A digest that you kept, as the run printed it at its end: the run must have it.",
+            metavar="HEX",
+            show_default=False,
+        ),
+    ] = "",
+    weights: Annotated[
+        bool,
+        typer.Option(
+            "--weights",
+            help="Compute log-probabilities again, with the versions whose checkpoints are kept.",
+        ),
+    ] = False,
+    witness: Annotated[
+        int,
+        typer.Option(
+            help="Make the newest step again, and look at so many rollouts' gradients.",
+            metavar="N",
+            min=0,
+        ),
+    ] = 0,
+    debug: Debug = False,
+) -> int:
     """Says where every token of a run went; 1 if they do not add up."""
     from rich.console import Console
 
@@ -95,12 +130,83 @@ def ledger(run: RunFolder, debug: Debug = False) -> int:
     from midflight.cli.put_back import put_back_at
 
     put_back_at(run)
+    if prove or digest or weights or witness:
+        proven = [_prove(run, digest)]
+        if weights:
+            proven.append(_prove_weights(run))
+        if witness:
+            proven.append(_witness(run, witness))
+        return max(proven)
     found = ledger_of(run)
     Console().print(ledger_table(found))
     if (said := copy_in_words(run)) is not None:
         typer.echo(said)
     typer.echo(found.balance)
     return 0 if found.balanced else 1
+
+
+def _prove(run: Path, digest: str) -> int:
+    from midflight.archive.prove.proof import prove
+
+    proof = prove(run, digest=digest)
+    for mistake in proof.mistakes[:MISTAKES_SHOWN]:
+        typer.echo(f"wrong: {mistake}")
+    left = len(proof.mistakes) - MISTAKES_SHOWN
+    if left > 0:
+        typer.echo(f"wrong: and {left} more")
+    for note in proof.notes:
+        typer.echo(f"note: {note}")
+    if proof.holds:
+        typer.echo(
+            f"proven: {proof.num_rollouts:,} rollouts and {proof.num_steps:,} steps have their "
+            "digests"
+        )
+    if proof.digest:
+        typer.echo(f"digest of the last step: {proof.digest}")
+    return 0 if proof.holds else 1
+
+
+def _prove_weights(run: Path) -> int:
+    from midflight.run.replay.weights import prove_weights
+
+    proof = prove_weights(run)
+    if proof.worst is None:
+        kept = ", ".join(map(str, proof.kept)) or "none"
+        typer.echo(
+            f"note: no answer is of versions whose weights are kept ({kept}); raise "
+            "trainer.keep_checkpoints and lower trainer.checkpoint_every for the next run."
+        )
+        return 0
+    worst = proof.worst
+    said = "proven" if proof.holds else "wrong"
+    typer.echo(
+        f"{said}: {proof.num_tokens:,} tokens of {proof.num_answers} answers, computed again by "
+        f"transformers, differ by {worst.nats:.1e} nats at most (bound {proof.bound:g}): token "
+        f"{worst.token} of {worst.rollout}, version {worst.version}, recorded "
+        f"{worst.recorded:.6f}, computed {worst.computed:.6f}"
+    )
+    return 0 if proof.holds else 1
+
+
+def _witness(run: Path, number: int) -> int:
+    from midflight.run.replay.witness import witnesses
+
+    replayed, found = witnesses(run, number)
+    for one in found:
+        if not one.holds:
+            typer.echo(
+                f"wrong: rollout {one.number} of step {replayed.line.step} has a gradient of "
+                f"{one.gradient:.3e}, and the books say that it "
+                f"{'has' if one.expected else 'has not'} one"
+            )
+    with_gradient = sum(one.gradient > 0 for one in found)
+    holds = all(one.holds for one in found)
+    if holds:
+        typer.echo(
+            f"proven: of {len(found)} rollouts of step {replayed.line.step}, {with_gradient} had a "
+            "gradient, exactly those that the books say"
+        )
+    return 0 if holds else 1
 
 
 def export(

@@ -10,6 +10,8 @@ from midflight.observe.readable import busy_words, duration, heldout, percent
 from midflight.observe.summary import Summary
 from midflight.types import Accounts
 
+DIGEST = "digest"
+
 
 def figures(summary: Summary) -> Iterator[tuple[str, str]]:
     """Yields label and text of each figure that is known, in the order in which they are shown."""
@@ -44,6 +46,8 @@ def figures(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "waiting", ", ".join(waits)
     if summary.peak_memory_mb is not None:
         yield "peak memory", f"{summary.peak_memory_mb:,.0f} MB"
+    if summary.digest:
+        yield DIGEST, summary.digest
 
 
 def _groups(accounts: Accounts) -> str:

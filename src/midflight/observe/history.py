@@ -115,6 +115,7 @@ class JournalHistory:
             slots_used=last.slots_used,
             bound=last.bound,
             advice=last.advice,
+            digest="" if last.digests is None else last.digests.chain,
             waits=idle_times(waits, last.training_seconds),
             failures=dict(failures.most_common()),
         )

@@ -65,6 +65,8 @@ class Journal:
         self._steps = {line.version for line in history.steps}
         self._evaluations = {(line.version, line.source) for line in history.evaluations}
         self._groups: dict[Version, tuple[int, dict[int, int], Learning]] = {}
+        self._digests: dict[Version, str] = {}
+        """The digests of steps that are in no checkpoint yet."""
         _rewrite(self._path, history)
         self._file = self._path.open("ab")
         self._forget()
@@ -103,6 +105,8 @@ class Journal:
                 self._pause = max(self._pause or 0.0, fact.pause_seconds)
             case facts.Stepped(version=version) if version not in self._steps:
                 self._steps.add(version)
+                if fact.digests is not None:
+                    self._digests[version] = fact.digests.chain
                 self._write(self._step_line(fact))
                 self._forget()
             case facts.Evaluated():
@@ -117,8 +121,12 @@ class Journal:
                 self._write(line)
             case facts.Checkpointed(version=version):
                 line = CheckpointLine(
-                    version=version, step=self._state.step, seconds=self._state.seconds
+                    version=version,
+                    step=self._state.step,
+                    seconds=self._state.seconds,
+                    digest=self._digests.get(version, ""),
                 )
+                self._digests = {v: kept for v, kept in self._digests.items() if v > version}
                 self._write(line)
             case facts.EngineJoined() | facts.EngineLeft():
                 self._write(self._member_line(fact))
@@ -198,6 +206,7 @@ class Journal:
             step_seconds=step.ended - step.started,
             eta_seconds=status.eta_seconds,
             tokens=step.num_tokens,
+            digests=step.digests,
             groups=groups,
             rollouts=self._rollouts,
             reward=_mean(rewards) if rewards else None,

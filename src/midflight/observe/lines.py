@@ -11,6 +11,7 @@ import msgspec
 from midflight.observe.learning import Histogram
 from midflight.observe.status import Bound, Totals
 from midflight.types import Version, facts
+from midflight.types.digests import StepDigests
 
 
 class StepLine(
@@ -57,6 +58,7 @@ class StepLine(
     stage_seconds: float | None = None
     pause_seconds: float | None = None
     trainer: dict[str, float | None] | None = None
+    digests: StepDigests | None = None
     totals: Totals
 
 
@@ -105,6 +107,8 @@ class CheckpointLine(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint"
     version: Version
     step: int
     seconds: float
+    digest: str = ""
+    """The digest of the steps up to it."""
 
 
 class MemberLine(msgspec.Struct, frozen=True, kw_only=True, tag="engine", tag_field="kind"):

@@ -97,6 +97,7 @@ class RunState:
         self._phase = Phase.STARTING
         self._step = 0
         self._version = start_version
+        self._digest = ""
         self._live = start_version
         self._counts = Counter[str]()  # by the name of a field of `Totals`
         self.sources: dict[str, SourceState] = {}
@@ -231,6 +232,7 @@ class RunState:
         self._step_ends.append(step.ended)
         self._step += 1
         self._version = step.version
+        self._digest = "" if step.digests is None else step.digests.chain
         self._counts["trained_tokens"] += step.num_tokens
         self._trainer = {key: step.metrics[key] for key in TRAINER_KEYS if key in step.metrics}
         self._unsaved.append((step.version, step.num_tokens))
@@ -321,6 +323,7 @@ class RunState:
             overlap_share=shares[2],
             bound=bound,
             advice=advice,
+            digest=self._digest,
         )
 
     def _num_running(self, now: float) -> int:

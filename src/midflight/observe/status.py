@@ -258,6 +258,8 @@ class Status:
     """The option to change, in a few words."""
     unclaimed: UnclaimedRollouts | None = None
     """The rollouts that wait for workers outside, if such workers run the agents."""
+    digest: str = ""
+    """The digest of the steps so far (`types.digests`). Empty if the trainer makes none."""
     sample: facts.Shown | None = None
     """The last rollout that ended with tokens to train on, if rollouts are shown."""
 

@@ -72,6 +72,7 @@ class Summary:
     waits: Mapping[str, float] = field(default_factory=dict[str, float])
     dropped: Mapping[str, int] = field(default_factory=dict[str, int])
     accounts: Accounts | None = None
+    digest: str = ""
 
     @property
     def idle_times(self) -> tuple[IdleTime, ...]:
@@ -142,6 +143,7 @@ def summarise(
         trainer_busy=status.trainer_busy,
         bound=status.bound,
         advice=status.advice,
+        digest=status.digest,
         slots_used=status.slots_used,
         loss=said.loss,
         notes=said.notes,

@@ -4,7 +4,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from midflight.observe.figures import figures
+from midflight.observe.figures import DIGEST, figures
 from midflight.observe.status import Status
 from midflight.observe.summary import Summary
 from midflight.observe.terminal import learning
@@ -22,7 +22,8 @@ def summary_table(summary: Summary, status: Status) -> Table:
         if source.incomplete:
             troubles.add(f"held-out {name}")
     for label, text in figures(summary):
-        table.add_row(label, Text(text), style="yellow" if label in troubles else "")
+        if label != DIGEST:  # the command prints it below, on one line
+            table.add_row(label, Text(text), style="yellow" if label in troubles else "")
     for label, text in learning(status):
         table.add_row(label, text)
     for label, lines in (("loss", summary.loss), ("notes", summary.notes)):

@@ -36,6 +36,7 @@ from midflight.run.trainer.training import Stage, Steps, TrainingLoop, WeightsOu
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.store import Store
 from midflight.types import Float32, Int32, PackedBatch, Version, WeightManifest
+from midflight.types.digests import StepChain
 from midflight.types.facts import Record, Stepped, record_nothing
 from midflight.wire.memory import MemoryTransport
 
@@ -213,9 +214,10 @@ class SmallRing:
         *beside: Coroutine[object, object, None],
         service: RolloutService | None = None,
         stage: Stage = lambda: lambda: None,
+        chain: StepChain | None = None,
     ) -> None:
         """Makes the whole run of `run.steps` steps, and waits for its end, see `serve`. `service`
-        may stand between trainer and system, to slow or to watch them.
+        may stand between trainer and system, to slow or to watch them. Steps are added to `chain`.
         """
         loop = TrainingLoop(
             trainer,
@@ -226,6 +228,7 @@ class SmallRing:
             stage=stage,
             save_every=self.config.trainer.checkpoint_every,
             publish_every=self.config.weights.every,
+            chain=chain,
         )
         await self.serve(loop.run(), *beside)
 

@@ -11,6 +11,7 @@ import msgspec
 from midflight.config.sections import Config
 from midflight.observe.lines import (
     AlarmLine,
+    CheckpointLine,
     CompletionsLine,
     EvaluationLine,
     Line,
@@ -83,6 +84,8 @@ def key_of(line: Line) -> str | None:
             return f"completions {line.step}"
         case AlarmLine():
             return f"alarm {line.step} {line.name} {line.seconds}"
+        case CheckpointLine() if line.digest:
+            return f"checkpoint {line.step}"
         case ResumeLine():
             return f"resume {line.step} {line.seconds}"
         case _:
@@ -107,6 +110,9 @@ def tell(tracker: Tracker, line: Line, told: DeliveryLog) -> None:
                 for one in line.rollouts
             ]
             tracker.table(line.step, "rollout/samples", COLUMNS, rows)
+        case CheckpointLine():
+            row = (str(line.version), line.digest)
+            tracker.table(line.step, "digests", ("version", "digest"), [row])
         case AlarmLine():
             tracker.table(line.step, "alarms", ("alarm", "text"), [(line.name, line.text)])
         case StepLine() | EvaluationLine():

@@ -111,7 +111,13 @@ def stage(trainer: PolicyTrainer, *, cursor: str) -> StagedCheckpoint:
             copied[name] = tensor.detach().to("cpu", copy=True)
     copied |= prefixed(f"{GENERATORS}{ranks.rank}/", _generators())
     state = CheckpointState(
-        trainer.version, trainer.num_steps, trainer.num_skipped, trainer.lineage, cursor, ranks.size
+        trainer.version,
+        trainer.num_steps,
+        trainer.num_skipped,
+        trainer.lineage,
+        cursor,
+        ranks.size,
+        chain=trainer.chain.head,
     )
     return StagedCheckpoint(state, ranks.rank, copied)
 
@@ -165,6 +171,7 @@ def load_checkpoint(
     trainer.num_steps = state.num_steps
     trainer.num_skipped = state.num_skipped
     trainer.lineage = state.lineage
+    trainer.chain.head = state.chain
     if trainer.version != state.version:
         trainer.lineage += (Fork(state.version, trainer.version),)
     return state

@@ -61,6 +61,8 @@ class CheckpointState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_ranks: int
     """The number of ranks that wrote it. Any number may read it."""
     format: int = FORMAT
+    chain: str = ""
+    """The digest of the steps up to these weights (`types.digests`)."""
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -32,6 +32,7 @@ from midflight.trainer.optimizer import Adam, clear_gradients, clipped_step, sca
 from midflight.trainer.report import StepRecord, StepReport, report_of, token_metrics
 from midflight.trainer.schedule import Schedule
 from midflight.trainer.tokens import LossTokens
+from midflight.trainer.watch import StepWatch
 from midflight.types import PackedBatch, Version
 
 
@@ -119,6 +120,8 @@ class Stepper:
         self._rules = rules
         self._ranks = ranks
         self._begun: list[EarlyPart] = []
+        self.watch: StepWatch | None = None
+        """Told of each token of the steps, if somebody looks at them."""
 
     def learning_rate(self, number: int) -> float:
         """The learning rate of step 0, 1, 2, ..."""
@@ -153,7 +156,11 @@ class Stepper:
         self, batch: PackedBatch, tokens: LossTokens, *, number: int, version: Version
     ) -> StepReport:
         """Takes step 0, 1, 2, ..., which makes `version`, on the tokens of a batch."""
+        if self.watch is not None:
+            self.watch.begin(tokens)
         record, tokens = self._update_all(tokens, number=number, version=version)
+        if self.watch is not None:
+            self.watch.end(tokens, record)
         return report_of(
             record, batch, tokens, version=version, learning_rate=self.learning_rate(number)
         )
@@ -288,6 +295,8 @@ class Stepper:
                 tokens.predictions, part, trains=trains, with_entropy=with_entropy
             ):
                 noted = record if is_mine else None
+                if self.watch is not None:
+                    self.watch.forward(micro.predictions, policy)
                 share = self._share(update, micro, policy, entropy, whole, over=over, record=noted)
                 if trains:
                     (share if is_mine else share * 0).backward()

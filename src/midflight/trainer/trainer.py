@@ -29,7 +29,9 @@ from midflight.trainer.report import StepReport
 from midflight.trainer.schedule import Schedule
 from midflight.trainer.step import Stepper, StepRules
 from midflight.trainer.tokens import LossTokens, step_tokens
+from midflight.trainer.watch import StepWatch
 from midflight.types import PackedBatch, Version
+from midflight.types.digests import StepChain
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,8 @@ class PolicyTrainer:
         """Steps since the first version: the schedule's clock, which a fork does not advance."""
         self.num_skipped = 0
         self.lineage: tuple[Fork, ...] = ()
+        self.chain = StepChain()
+        """The digests of the steps, which whoever takes the batches adds."""
         self._scoring = scoring
         self._rules = rules
         like = next(model.parameters())
@@ -192,6 +196,11 @@ class PolicyTrainer:
         tokens = self._tokens(groups, max_missing_share=1.0)
         if tokens.num_tokens:
             self._stepper.begin(tokens)
+
+    def watch(self) -> StepWatch:
+        """Begins to keep the values of each token of the newest step."""
+        self._stepper.watch = StepWatch()
+        return self._stepper.watch
 
     def step(self, batch: PackedBatch) -> StepReport:
         """Trains on a batch leased for the current version and makes the next one."""

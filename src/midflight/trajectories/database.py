@@ -4,7 +4,7 @@ transactions, and errors with names.
 
 import secrets
 import sqlite3
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from itertools import chain
@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from midflight.errors import StoreCorrupt, StoreFailed, StoreNewer
-from midflight.types import Json, Row, Task, Trajectory, Turn
-from midflight.types.rollouts import RoleRecord
+from midflight.types import GroupKey, Json, Reason, Row, Task, Trajectory, Turn
+from midflight.types.rollouts import RoleRecord, TurnRecord
 
 Value: TypeAlias = "int | float | str | bytes | None"
 
@@ -80,6 +80,22 @@ BRIEF = (
 """An index with all of a rollout but its tokens, for readers of a run. Without it they would read
 past the tokens of the whole run. A store of an older Midflight gets it when its run goes on, and is
 read without it.
+"""
+
+SEALS = """
+CREATE TABLE IF NOT EXISTS seals (  -- a link for each event, in the order in which they happened
+    number INTEGER PRIMARY KEY,
+    event TEXT NOT NULL,            -- rollout: it ended; waiting, or a reason: the end of a group; leased, taken_back, went_back
+    -- of a rollout or group; of a lease its number, its version and 0; of going back checkpoint, version and 0
+    epoch INTEGER NOT NULL, position INTEGER NOT NULL, attempt INTEGER NOT NULL,
+    sample INTEGER,                 -- of a rollout
+    detail BLOB,                    -- of a rollout its tokens that are in no row, of a lease and of going back the groups
+    digest BLOB NOT NULL,
+    head BLOB NOT NULL              -- the digest of this link and of the head before it
+)
+"""
+"""The chain of digests of all that the store was told (`types.digests`). A store of an older
+Midflight gets it when its run goes on: then it begins there.
 """
 
 SCORES = (
@@ -225,6 +241,7 @@ def connect(path: Path, *, logged: bool = True) -> sqlite3.Connection:
             else:
                 _check(connection, path)
             connection.execute(BRIEF)
+            connection.execute(SEALS)
             # WAL with NORMAL survives the death of any process at any instant. A power cut may take
             # the newest transactions; `Store.checkpointed` therefore syncs before a checkpoint
             # relies on them.
@@ -320,6 +337,7 @@ class _StoredRow(msgspec.Struct, array_like=True, frozen=True):
     kept_lengths: bytes = b""
     experts: bytes = b""
     role: str = ""
+    records: tuple[TurnRecord, ...] = ()
 
 
 class RewardParts(msgspec.Struct, array_like=True, frozen=True):
@@ -381,6 +399,14 @@ def decode_scored(blob: bytes) -> RewardParts:
     return _SCORED.decode(blob)
 
 
+def encode_keys(keys: Iterable[GroupKey]) -> bytes:
+    return _encode([(key.epoch, key.index, key.attempt) for key in sorted(keys)])
+
+
+def encode_counts(masked: Mapping[Reason, int], dropped: Mapping[Reason, int]) -> bytes:
+    return _encode((dict(masked), dict(dropped)))
+
+
 def encode_turn(turn: Turn) -> bytes:
     return _encode(turn)
 
@@ -411,6 +437,7 @@ def _pack_row(row: Row) -> _StoredRow:
         kept_lengths=b"" if row.kept_lengths is None else row.kept_lengths.astype("<i4").tobytes(),
         experts=b"" if row.experts is None else row.experts.tobytes(),
         role=row.role,
+        records=row.records,
     )
 
 
@@ -431,6 +458,7 @@ def _unpack_row(row: _StoredRow) -> Row:
         kept_lengths=_array(row.kept_lengths, "<i4") if row.kept_lengths else None,
         experts=experts,
         role=row.role,
+        records=row.records,
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
@@ -14,6 +15,7 @@ from safetensors.numpy import load, save
 
 from midflight.errors import BatchCorrupt
 from midflight.types import Batch, Int32, PackedBatch, Row, Trajectory, UInt8
+from midflight.types.rollouts import Seal
 
 FORMAT = "midflight.packed_batch"
 FORMAT_VERSION = "1"
@@ -196,6 +198,7 @@ def merged(lease: int, parts: Sequence[PackedBatch]) -> PackedBatch:
         **_merged_records(parts),
         **_merged_turn_rewards(parts),
         **_merged_components(parts),
+        seals=tuple(seal for part in parts for seal in part.seals),
     )
 
 
@@ -279,6 +282,8 @@ def to_bytes(packed: PackedBatch) -> bytes:
     }
     if packed.components is not None:
         header["component_names"] = json.dumps(packed.component_names)
+    if packed.seals:
+        header["seals"] = json.dumps([(seal.number, seal.head.hex()) for seal in packed.seals])
     return save(arrays, metadata=header)
 
 
@@ -300,6 +305,7 @@ def from_bytes(data: bytes) -> PackedBatch:
         lease=_number(header, "lease"),
         train_version=_number(header, "train_version"),
         component_names=names,
+        seals=_seals(header),
         **arrays,
     )
     _check_tables(packed)
@@ -357,6 +363,16 @@ def _component_names(header: Mapping[str, str]) -> tuple[str, ...]:
         "component_names is no list of names",
     )
     return tuple(cast("list[str]", names))
+
+
+def _seals(header: Mapping[str, str]) -> tuple[Seal, ...]:
+    try:
+        found = msgspec.json.decode(header.get("seals", "[]"), type=tuple[tuple[int, str], ...])
+        return tuple(Seal(number, bytes.fromhex(head)) for number, head in found)
+    except ValueError as error:
+        raise BatchCorrupt(
+            f"Reading a packed batch: seals is no list of seals ({error})."
+        ) from None
 
 
 def _check_tables(packed: PackedBatch) -> None:

@@ -30,7 +30,14 @@ from midflight.types import (
     Version,
     facts,
 )
-from midflight.types.rollouts import GroupScores
+from midflight.types.digests import (
+    NOTHING,
+    group_digest,
+    rollout_digest,
+    seal_after,
+    step_event_digest,
+)
+from midflight.types.rollouts import GroupScores, Seal
 
 T = TypeVar("T")
 _Fated: TypeAlias = tuple[RolloutKey, Fate, Reason | None, int]
@@ -68,6 +75,17 @@ class Unfinished:
             for turn in turns:
                 for segment in turn.segments:
                     yield segment.version
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An event of the chain of digests."""
+
+    kind: str
+    place: tuple[int, int, int, int | None]
+    """Epoch, position, attempt and sample, or what stands in their place (`database.SEALS`)."""
+    digest: bytes
+    detail: bytes | None = None
 
 
 class Store:
@@ -138,6 +156,7 @@ class Store:
             case facts.TakenBack(lease=lease):
                 (train_version,) = self._open(lease)
                 self._take_back(lease)
+                self._seal_step("taken_back", lease, train_version, ())
                 self._db.set_number("next", min(self._db.number("next") or 0, train_version))
             case facts.WentBack():
                 self._go_back(fact)
@@ -193,6 +212,15 @@ class Store:
         for deed in kept:
             fates += _fated(deed)
         self._add_fates(fates)
+        self._seal(
+            Event(
+                "rollout",
+                _rollout(deed.trajectory.key),
+                rollout_digest(deed.trajectory, deed.masked, deed.dropped),
+                database.encode_counts(deed.masked, deed.dropped),
+            )
+            for deed in kept
+        )
 
     def _finish(self, finished: facts.GroupFinished) -> None:
         where = _group(finished.group.key)
@@ -206,6 +234,7 @@ class Store:
         self._db.raise_number("finished", finished.order)
         # Rollouts that ended without a record may have left some.
         self._db.execute(f"DELETE FROM turns WHERE {_GROUP}", *where)
+        self._seal_group(finished.group.key, State.WAITING)
 
     def _close(self, closed: facts.GroupClosed) -> None:
         """Closes a group and puts its successor in line at once: a crash between the two would lose
@@ -235,6 +264,7 @@ class Store:
         )
         self._db.execute(f"DELETE FROM fates WHERE fate = ? AND {_GROUP}", Fate.WAITING, *where)
         self._db.execute(f"DELETE FROM turns WHERE {_GROUP}", *where)
+        self._seal_group(closed.key, closed.reason)
         if closed.successor is not None:
             self._db.move(
                 (
@@ -245,6 +275,35 @@ class Store:
                 State.IN_LINE,
                 *where,
             )
+
+    def _seal_group(self, key: GroupKey, end: str) -> None:
+        """Adds the end of a group to the chain: `waiting`, or the reason for which it was
+        dropped.
+        """
+        ((task,),) = self._db.execute(f"SELECT task FROM groups WHERE {_GROUP}", *_group(key))
+        self._seal([Event(end, (*_group(key), None), group_digest(key, task, end))])
+
+    def _seal_step(self, event: str, first: int, second: int, groups: Sequence[GroupKey]) -> None:
+        """Adds an event of the steps to the chain: a lease, its end, or going back."""
+        digest = step_event_digest(event, first, second, groups)
+        detail = database.encode_keys(groups)
+        self._seal([Event(event, (first, second, 0, None), digest, detail)])
+
+    def _seal(self, events: Iterable[Event]) -> None:
+        """Adds a link for each event to the chain of digests."""
+        seal = self.seal()
+        links = list[tuple[Value, ...]]()
+        for event in events:
+            seal = seal_after(seal, event.digest)
+            links.append(
+                (seal.number, event.kind, *event.place, event.detail, event.digest, seal.head)
+            )
+        self._db.execute_rows("INSERT INTO seals VALUES {}", links)
+
+    def seal(self) -> Seal:
+        """The end of the chain of digests."""
+        found = self._db.execute("SELECT number, head FROM seals ORDER BY number DESC LIMIT 1")
+        return Seal(*found[0]) if found else Seal(0, NOTHING)
 
     def _lease(self, leased: facts.Leased) -> None:
         batch = leased.batch
@@ -264,6 +323,8 @@ class Store:
             self._add_fates((key, Fate.WAITING, None, -number) for key, number in counts.items())
             self._add_fates((key, fate, Reason.STALE, number) for key, number in counts.items())
         self._db.execute(f"DELETE FROM fates WHERE num_tokens = 0 AND {_OF_LEASE}", batch.lease)
+        keys = [group.key for group in batch.groups]
+        self._seal_step("leased", batch.lease, batch.train_version, keys)
 
     def _step(self, lease: int) -> None:
         self._open(lease)
@@ -313,6 +374,8 @@ class Store:
             self._db.execute("INSERT INTO forks VALUES (?, ?)", back.checkpoint, back.version)
         self._db.raise_number("version", back.version)
         self._db.set_number("next", back.version)
+        keys = [group.key for group in back.groups]
+        self._seal_step("went_back", back.checkpoint, back.version, keys)
 
     def _settle(self, version: Version) -> None:
         """Makes steps up to `version` final. Also makes a step final whose report was lost with
@@ -359,9 +422,7 @@ class Store:
 
         Final groups are included as sums only.
         """
-        for checkpoint, version in self._db.execute(
-            "SELECT checkpoint, version FROM forks ORDER BY rowid"
-        ):
+        for checkpoint, version in self.forks():
             yield facts.WentBack(checkpoint, version, ())
         for key in self._keys("state IN (?, ?, ?)", State.RUNNING, State.WAITING, State.LEASED):
             yield facts.Admitted(key, self._task(key))
@@ -392,6 +453,27 @@ class Store:
         for lease in leases:
             found += self._groups("lease = ?", lease)
         return tuple(found)
+
+    def forks(self) -> tuple[tuple[Version, Version], ...]:
+        """The checkpoint and the version of each place where a trainer went on under a number that
+        was not its own.
+        """
+        found = self._db.execute("SELECT checkpoint, version FROM forks ORDER BY rowid")
+        return tuple(found)
+
+    def groups_of_step(self, version: Version) -> tuple[Group, ...]:
+        """The groups that the step which made a version trained on, in the order of their keys."""
+        found = list(self._groups("state = ? AND version = ?", State.TRAINED, version))
+        for lease in self._leases("done = 1 AND train_version = ?", version - 1):
+            found += self._groups("lease = ?", lease)
+        return tuple(sorted(found, key=lambda group: group.key))
+
+    def group(self, key: GroupKey) -> Group:
+        """The scored rollouts of a group that have ended."""
+        return self._group(key)
+
+    def task(self, key: GroupKey) -> Task:
+        return self._task(key)
 
     def unfinished(self) -> tuple[Unfinished, ...]:
         """The groups that were running or in line, in the order of their keys."""

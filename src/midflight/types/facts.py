@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from midflight.types.digests import StepDigests
 from midflight.types.generation import Turn, TurnTimes
 from midflight.types.names import Fate, Reason, Version
 from midflight.types.rollouts import Accounts, Batch, Group, GroupKey, RolloutKey, Task, Trajectory
@@ -196,6 +197,8 @@ class Stepped(msgspec.Struct, frozen=True):
     skipped: bool = False
     alarms: tuple[str, ...] = ()
     """One sentence for each value that the trainer found out of its bounds."""
+    digests: StepDigests | None = None
+    """None from a trainer that makes none."""
 
 
 class TakenBack(msgspec.Struct, frozen=True):

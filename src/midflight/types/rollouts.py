@@ -144,6 +144,28 @@ def spans(generated: Bool) -> list[tuple[int, int, bool]]:
     return [(begin, end, bool(generated[begin])) for begin, end in pairwise(edges) if begin < end]
 
 
+class Seal(msgspec.Struct, array_like=True, frozen=True):
+    """The end of a store's chain of digests at some moment."""
+
+    number: int
+    """The number of links so far."""
+    head: bytes
+
+
+class TurnRecord(msgspec.Struct, array_like=True, frozen=True):
+    """The place of an answer in its row, the way in which it was sampled, and its digest."""
+
+    start: int
+    """The first token of the prompt that is not in the answer before."""
+    first: int
+    """The first token of the answer."""
+    end: int
+    conditions: bytes
+    """As `digests.conditions` writes them."""
+    digest: bytes
+    """`digests.turn_digest`. It covers the digest of the answer before in the row."""
+
+
 @dataclass(frozen=True, eq=False)
 class Row:
     """A token record that is ready for packing. Every array has shape [T]. Tokens whose `loss_mask`
@@ -174,6 +196,8 @@ class Row:
     """
     role: str = ""
     """The role of its session, if the rollout has several."""
+    records: tuple[TurnRecord, ...] = ()
+    """A record of each answer of the row, in order. Empty for rows that no gateway made."""
 
     def __post_init__(self) -> None:
         lengths = {len(a) for a in self._arrays()}
@@ -470,3 +494,5 @@ class PackedBatch:
     experts: UInt8 | None = None  # [N, B], as in `Row`; None if no row has a record
     # [N], a teacher's log-probability of each token after those before it; None without a teacher
     teacher_logprobs: Float32 | None = None
+    # the chain of each store that gave a part of the batch, as far as it was when it gave it
+    seals: tuple[Seal, ...] = ()

@@ -25,7 +25,16 @@ import msgspec
 from midflight.errors import RequestRejected
 from midflight.text import Ending, Message
 from midflight.text.formats import AssistantMessage
-from midflight.types import Finish, GenerateRequest, Json, Segment, Turn
+from midflight.types import (
+    Finish,
+    GenerateRequest,
+    Json,
+    SamplingParams,
+    Segment,
+    Turn,
+    digests,
+)
+from midflight.types.rollouts import TurnRecord
 
 _ID_BYTES = 4
 
@@ -142,10 +151,26 @@ class Node:
     """The engines' records of experts for the tokens from `first_recorded` to the end. Empty if
     engines record none.
     """
+    conditions: bytes = b""
+    """The way in which it was sampled, as `digests.conditions` writes it."""
+    digest: bytes = digests.NOTHING
+    """The digest of the turn and of all turns before it."""
     children: list[Node] = field(default_factory=list["Node"])
 
     @classmethod
-    def of(cls, prompt: Prompt, turn: Turn, *, reply: str, request: int) -> Node:
+    def of(
+        cls,
+        prompt: Prompt,
+        turn: Turn,
+        *,
+        reply: str,
+        request: int,
+        sampling: SamplingParams | None = None,
+    ) -> Node:
+        """The node of a finished turn. `sampling` are the parameters of its request."""
+        output = packed(turn.output_ids)
+        logprobs = struct.pack(f"<{len(turn.logprobs)}f", *turn.logprobs)
+        conditions = digests.conditions(turn, sampling)
         experts = b""
         if turn.experts:
             experts = turn.experts[_first_recorded(prompt.parent) * turn.num_expert_bytes :]
@@ -154,8 +179,8 @@ class Node:
             request=request,
             start=prompt.parent.end if prompt.parent is not None else 0,
             tail=prompt.tail,
-            output=packed(turn.output_ids),
-            logprobs=struct.pack(f"<{len(turn.logprobs)}f", *turn.logprobs),
+            output=output,
+            logprobs=logprobs,
             segments=turn.segments,
             finish=turn.finish,
             policy_sampled=turn.policy_sampled,
@@ -168,7 +193,21 @@ class Node:
             kept=b"".join(turn.kept),
             kept_lengths=packed([len(left) for left in turn.kept]) if turn.kept else b"",
             experts=experts,
+            conditions=conditions,
+            digest=digests.turn_digest(
+                digests.NOTHING if prompt.parent is None else prompt.parent.digest,
+                tail=prompt.tail,
+                output=output,
+                logprobs=logprobs,
+                segments=turn.segments,
+                conditions=conditions,
+            ),
         )
+
+    @property
+    def record(self) -> TurnRecord:
+        """Its record in the rows that it is in."""
+        return TurnRecord(self.start, self.num_prompt, self.end, self.conditions, self.digest)
 
     @property
     def turn(self) -> Turn:
@@ -234,12 +273,7 @@ class Node:
         number = self.num_output
         read = bytes(len(self.tail))
         short = bytes(len(self.tail) // _ID_BYTES)
-        versions = b""
-        kv_versions = b""
-        for segment in self.segments:
-            length = segment.end - segment.start
-            versions += _id(segment.version) * length
-            kv_versions += _id(segment.kv_version) * length
+        versions, kv_versions = digests.labels(self.segments)
         return (
             short + b"\1" * number,
             short + (b"\1" if trained else b"\0") * number,

@@ -28,6 +28,7 @@ from midflight.text import Tokenizer
 from midflight.text.formats import AssistantMessage
 from midflight.types import (
     FinishReason,
+    GenerateRequest,
     Kind,
     Reason,
     RolloutKey,
@@ -48,6 +49,8 @@ class AnswerInProgress(Protocol):
 
     @property
     def prompt(self) -> Prompt: ...
+    @property
+    def request(self) -> GenerateRequest: ...
     @property
     def number(self) -> int:
         """The number of its request in the session. The choices of n > 1 share it."""
@@ -313,7 +316,12 @@ class Session:
             self._room = answer.room if self._room is None else min(self._room, answer.room)
         if self.key is not None:
             self.tree.record(
-                answer.prompt, turn, reply=reply, request=answer.number, message=message
+                answer.prompt,
+                turn,
+                reply=reply,
+                request=answer.number,
+                message=message,
+                sampling=answer.request.sampling,
             )
         return True
 

@@ -26,7 +26,16 @@ from midflight.gateway.sessions import history as remembered
 from midflight.gateway.sessions.history import History, Node, Prompt
 from midflight.text import Ending, Message, Tokenizer
 from midflight.text.formats import AssistantMessage, MessageFormat, Tool
-from midflight.types import Int32, Json, Reason, Row, Turn, UInt8, fill_unknown
+from midflight.types import (
+    Int32,
+    Json,
+    Reason,
+    Row,
+    SamplingParams,
+    Turn,
+    UInt8,
+    fill_unknown,
+)
 
 _Options: TypeAlias = Mapping[str, Json] | None
 _PROBE = "Zq7x"
@@ -326,12 +335,15 @@ class TokenTree:
         reply: str,
         request: int,
         message: AssistantMessage | None = None,
+        sampling: SamplingParams | None = None,
     ) -> Node:
-        """Adds a finished turn. `turn.prompt_ids` are the ids of `prompt`."""
+        """Adds a finished turn. `turn.prompt_ids` are the ids of `prompt`, and `sampling` are the
+        parameters of its request.
+        """
         assert turn.prompt_ids == prompt.ids, (
             "I4: the turn was sampled from the ids that were planned"
         )
-        node = Node.of(prompt, turn, reply=reply, request=request)
+        node = Node.of(prompt, turn, reply=reply, request=request, sampling=sampling)
         siblings = self._roots if prompt.parent is None else prompt.parent.children
         self._count(prompt, request, siblings)
         siblings.append(node)
@@ -524,6 +536,7 @@ def _row(
         kept=kept,
         kept_lengths=kept_lengths,
         experts=_experts(path),
+        records=tuple(node.record for node in path),
     )
 
 

@@ -17,6 +17,7 @@ from msgspec import Meta
 from midflight.errors import OutOfTurn, UnknownLease
 from midflight.sender_clock import SenderClock
 from midflight.types import Batch, PackedBatch, Version, WeightManifest
+from midflight.types.digests import StepDigests
 from midflight.types.facts import Stepped
 
 Seconds = Annotated[float, Meta(ge=0, le=1e10)]
@@ -111,6 +112,7 @@ class StepBook:
             metrics=said.metrics,
             skipped=said.skipped,
             alarms=said.alarms,
+            digests=said.digests,
         )
 
     def repeats(self, said: DoneBody) -> bool:
@@ -211,5 +213,7 @@ class DoneBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The step left the weights as they were: its groups are dropped and not trained."""
     alarms: Annotated[tuple[Annotated[str, Meta(max_length=1000)], ...], Meta(max_length=16)] = ()
     """One sentence for each value that is out of its bounds."""
+    digests: StepDigests | None = None
+    """They are kept in the journal (`midflight ledger --prove`)."""
     now: Seconds | None = None
     """The time at which the report is sent."""

@@ -114,6 +114,8 @@ def train(
                 if (folder / name).exists()
             ]
             terminal.say(f"{folder}: {', '.join(made)}")
+        if summary.digest:  # on a line of its own, to be copied
+            terminal.say(f"digest: {summary.digest}")
     return status
 
 

@@ -12,6 +12,7 @@ engines and any trainer.
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -417,8 +418,8 @@ class RolloutSystem:
         """Waits until the lease is on disk, then for the teacher, which scores while the step
         before is made.
         """
-        await self._writer.flush()
-        packed = pack(batch)
+        seal = await self._writer.read(lambda store: store.seal())
+        packed = replace(pack(batch), seals=(seal,))
         if self._teacher is None:
             return packed
         return await self._teacher.scored(packed)

@@ -28,6 +28,7 @@ from midflight.trainer.report import StepReport
 from midflight.trainer.trainer import PolicyTrainer
 from midflight.trajectories.packing import from_bytes, to_bytes
 from midflight.types import PackedBatch, Version, WeightManifest
+from midflight.types.digests import StepChain
 from midflight.weights.transports.pull_publisher import PullPublisher
 
 
@@ -163,6 +164,10 @@ class Team:
     @property
     def num_steps(self) -> int:
         return self._trainer.num_steps
+
+    @property
+    def chain(self) -> StepChain:
+        return self._trainer.chain
 
     @property
     def early_tokens(self) -> int:

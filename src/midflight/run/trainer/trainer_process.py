@@ -357,6 +357,8 @@ def _export(config: Config, team: Team, folder: Path, *, merged: bool = False) -
     start = Path(config.run.folder) / "start"
     model = _started(config, device="cpu")
     assign(model, team.weights())
+    if merged:
+        model.config.midflight_steps_digest = team.chain.head
     export_model(model, start, folder, merged=merged)
     if merged and is_adapted(model):
         save_adapters(model, Path(config.run.folder) / "adapter")
@@ -478,6 +480,7 @@ async def _train(
                 stop_at_reward=config.run.stop_at_reward,
                 heartbeat=launcher.heartbeat,
                 handover_seconds=handover_seconds,
+                chain=team.chain,
             )
             if team.num_steps == 0:
                 # A crash in the first steps goes back to this: the warm start is not made twice.

@@ -9,13 +9,16 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from midflight.run.api.service import RolloutService
 from midflight.run.heartbeat import Heartbeat
 from midflight.types import PackedBatch, Version, WeightManifest
+from midflight.types.digests import StepChain
 from midflight.types.facts import Stepped
 
 REWARD_WINDOW = 20
@@ -111,12 +114,14 @@ class TrainingLoop:
         stop_at_reward: float | None = None,
         heartbeat: Heartbeat | None = None,
         handover_seconds: float = 0.0,
+        chain: StepChain | None = None,
     ) -> None:
         """`heartbeat` gets work and waits, and a handover with the `handover_seconds` that it may
-        take.
+        take. Steps are added to `chain`, if there is one.
         """
         self._doing = (heartbeat or Heartbeat()).doing
         self._handover_seconds = handover_seconds
+        self._chain = chain
         self._trainer = trainer
         self._outlet = outlet
         self._service = service
@@ -141,7 +146,10 @@ class TrainingLoop:
         """
         async with asyncio.TaskGroup() as tasks:
             drawn = tasks.create_task(self._service.take(self._trainer.version))
-            handovers = deque([tasks.create_task(self._hand_over(await self._publish()))])
+            first = await self._publish()
+            if self._chain is not None:
+                self._chain.begin(first.fingerprint)
+            handovers = deque([tasks.create_task(self._hand_over(first))])
             told = handovers[-1]
             unpublished = 0
             written: asyncio.Task[None] | None = None
@@ -154,12 +162,13 @@ class TrainingLoop:
                 if unpublished == self._publish_every or self._over():
                     unpublished = 0
                     await self._freed(handovers)
-                    told = tasks.create_task(
-                        self._hand_over(await self._publish(), done, after=handovers[-1])
-                    )
+                    manifest = await self._publish()
+                    done = await self._chained(done, batch, weights=manifest.fingerprint)
+                    told = tasks.create_task(self._hand_over(manifest, done, after=handovers[-1]))
                     handovers.append(told)
                 else:
                     self._outlet.pass_over(done.version)
+                    done = await self._chained(done, batch, weights="")
                     told = tasks.create_task(self._report(done))
                 if not self._prefetch and not self._over():
                     drawn = tasks.create_task(self._service.take(self._trainer.version))
@@ -216,6 +225,22 @@ class TrainingLoop:
             skipped,
             report.alarms,
         )
+
+    async def _chained(self, done: Stepped, batch: PackedBatch, *, weights: str) -> Stepped:
+        """The step with its digests, if they are kept. Waits for the thread that makes them."""
+        if self._chain is None:
+            return done
+        digests = await asyncio.to_thread(
+            partial(
+                self._chain.stepped,
+                done.version,
+                batch,
+                weights=weights,
+                skipped=done.skipped,
+                metrics=done.metrics,
+            )
+        )
+        return msgspec.structs.replace(done, digests=digests)
 
     async def _freed(self, handovers: deque[asyncio.Task[None]]) -> None:
         """Waits for the handover before the last, whose end frees a slot of the outlet."""

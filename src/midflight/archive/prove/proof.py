@@ -1,0 +1,220 @@
+"""`midflight ledger --prove`: every digest of a run, computed again from its store and journal."""
+
+import json
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from midflight.archive.prove import formulas
+from midflight.archive.prove.batches import BatchMember, Rules, batch_digest, groups_of
+from midflight.archive.prove.links import Chain, check_groups, check_rollouts, read_chain
+from midflight.archive.prove.record import Key, StoreRecord, opened
+from midflight.archive.store_reader import file_of
+from midflight.errors import NoRun
+from midflight.observe.history import read_journal
+from midflight.observe.lines import StepLine
+from midflight.trajectories.pairs import shard_stores
+from midflight.types import Kind
+
+
+@dataclass(slots=True)
+class RunProof:
+    """The result of a proof."""
+
+    mistakes: list[str] = field(default_factory=list[str])
+    """One sentence for each thing that does not fit, the first one first."""
+    notes: list[str] = field(default_factory=list[str])
+    """What could not be proven, and why."""
+    num_rollouts: int = 0
+    num_steps: int = 0
+    digest: str = ""
+    """The digest of the last step, as the journal has it."""
+
+    @property
+    def holds(self) -> bool:
+        return not self.mistakes
+
+
+def prove(folder: Path, *, digest: str = "") -> RunProof:
+    """Computes the digests of a run again. `digest` is one that is held outside of the run: then
+    the run must have it. Raises `NoRun` if there is nothing to prove.
+    """
+    proof = RunProof()
+    lines = [line for line in read_journal(folder / "metrics.jsonl").steps if line.digests]
+    with ExitStack() as open_stores:
+        stores = [open_stores.enter_context(opened(path)) for path in _paths(folder)]
+        if not any(store.has_chain for store in stores):
+            raise NoRun(
+                f"{folder} has no digests: an older Midflight made the run; runs that begin now "
+                "have them."
+            )
+        chains = [Chain() for _ in stores]
+        for store, chain in zip(stores, chains, strict=True):
+            proof.mistakes += read_chain(store, chain)
+            proof.mistakes += check_rollouts(store, chain)
+            proof.mistakes += check_groups(store, chain)
+            proof.num_rollouts += len(chain.rollouts)
+        proof.mistakes += check_steps(folder, lines, stores, chains)
+    proof.num_steps = len(lines)
+    proof.digest = lines[-1].digests.chain if lines and lines[-1].digests else ""
+    proof.mistakes += check_ends(folder, lines, digest)
+    if not lines:
+        proof.notes.append(
+            "No step has digests: none was made yet, or a trainer that makes none trained the run."
+        )
+    return proof
+
+
+def _paths(folder: Path) -> list[Path]:
+    path = file_of(folder, Kind.TRAINING)
+    if not path.is_file():
+        raise NoRun(f"{folder} has no store: give the folder of a run that has begun to train.")
+    return [path, *shard_stores(folder)]
+
+
+def check_steps(
+    folder: Path,
+    lines: Sequence[StepLine],
+    stores: Sequence[StoreRecord],
+    chains: Sequence[Chain],
+) -> Iterator[str]:
+    """Yields a sentence for each step that does not continue the one before, or was not made of
+    the groups that the store gives it.
+    """
+    rules = _rules(folder)
+    groups = [_by_version(store) for store in stores]
+    head = formulas.START
+    weights = ""
+    for line in lines:
+        assert line.digests is not None
+        said = {name: getattr(line.digests, name) for name in line.digests.__struct_fields__}
+        measured = line.trainer or {}
+        loss = (measured.get("loss"), measured.get("grad_norm"))
+        if formulas.step(head, line.version, said, loss).hex() != line.digests.chain:
+            yield (
+                f"step {line.step} (version {line.version}) does not continue the step before it: "
+                "its line of the journal was changed, or one before it is missing"
+            )
+        head = bytes.fromhex(line.digests.chain)
+        if weights and line.digests.weights_before not in ("", weights):
+            yield f"step {line.step} began with other weights than the step before it made"
+        weights = line.digests.weights_after
+        yield from _wrong_seals(line, chains)
+        if not line.digests.skipped:
+            yield from _wrong_batch(line, stores, groups, rules)
+        for found in groups:
+            found.pop(line.version, None)
+    for found in groups:
+        for version, keys in sorted(found.items()):
+            yield (
+                f"{len(keys)} groups were trained in the step that made version {version}, of "
+                "which the journal has no line"
+            )
+
+
+def _wrong_seals(line: StepLine, chains: Sequence[Chain]) -> Iterator[str]:
+    """Yields a sentence if a store is not the one that gave the batch of a step."""
+    assert line.digests is not None
+    for (number, head), chain in zip(line.digests.seals, chains, strict=False):
+        known = chain.heads[number - 1] if 0 < number <= len(chain.heads) else b""
+        if known.hex() != head:
+            yield (
+                f"step {line.step}: the store had another past when it gave the batch; links up "
+                f"to {number} were changed together"
+            )
+
+
+def _wrong_batch(
+    line: StepLine,
+    stores: Sequence[StoreRecord],
+    groups: Sequence[Mapping[int, list[Key]]],
+    rules: Rules,
+) -> Iterator[str]:
+    """Yields a sentence if a step was made of other rows than those of its groups."""
+    assert line.digests is not None
+    taken: list[list[BatchMember]] = []
+    for store, by_version in zip(stores, groups, strict=True):
+        keys = by_version.get(line.version, [])
+        for group in groups_of(store, keys, line.version, rules):
+            taken.append(group)
+            for member in group:
+                yield from _wrong_count(store, member, group)
+    if batch_digest(taken, line.version).hex() != line.digests.batch:
+        names = sorted({"-".join(map(str, member.rollout.key)) for one in taken for member in one})
+        yield (
+            f"step {line.step} (version {line.version}) was not made of the groups that the store "
+            f"gives it ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''}): one was "
+            "trained in another step, twice or never, or a row differs"
+        )
+
+
+def _wrong_count(
+    store: StoreRecord, member: BatchMember, group: Sequence[BatchMember]
+) -> Iterator[str]:
+    """Yields a sentence if more or fewer tokens of a rollout count as trained than were."""
+    parts = [one for one in group if one.rollout is member.rollout]
+    if len(parts) > 1 or any(row["role"].size and str(row["role"]) for row in member.rows):
+        return
+    counted = store.fates(member.rollout).get(("trained", ""), 0)
+    if counted != member.num_trainable and not _has_roles(member):
+        yield (
+            f"rollout {member.rollout.name}: {member.num_trainable} of its tokens were trained, "
+            f"and the accounts say {counted}"
+        )
+
+
+def _has_roles(member: BatchMember) -> bool:
+    scored = member.rollout.columns["scored"]
+    return len(scored) > 4 and bool(scored[4])
+
+
+def _by_version(store: StoreRecord) -> dict[int, list[Key]]:
+    found: defaultdict[int, list[Key]] = defaultdict(list)
+    for group in store.groups.values():
+        if group.made is not None:
+            found[group.made].append(group.key)
+    return dict(found)
+
+
+def _rules(folder: Path) -> Rules:
+    """The bound on age of the run's configuration."""
+    found = tomllib.loads((folder / "config.toml").read_text())
+    rollout = cast("dict[str, Any]", found.get("rollout") or {})
+    return Rules(rollout.get("max_staleness", 4), rollout.get("stale_policy", "wait"))
+
+
+def check_ends(folder: Path, lines: Sequence[StepLine], digest: str) -> Iterator[str]:
+    """Yields a sentence for each place that keeps another digest than the journal's last one."""
+    chains = {line.digests.chain: line for line in lines if line.digests is not None}
+    last = lines[-1].digests.chain if lines and lines[-1].digests else ""
+    for name, kept in _kept_digests(folder):
+        if kept not in chains:
+            yield f"{name} has the digest {kept[:16]}..., which is of no step of the journal"
+        elif name == "summary.json" and kept != last:
+            yield f"{name} has the digest of step {chains[kept].step}, which is not the last one"
+    if not digest:
+        return
+    wanted = digest.strip().lower()
+    if not any(chain.startswith(wanted) for chain in chains):
+        yield (
+            f"the digest that was given ({wanted[:16]}...) is of no step of this run: it is "
+            "another run, or all of its chain was written anew"
+        )
+
+
+def _kept_digests(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yields the places that keep a digest of the steps, with that digest."""
+    places = [("summary.json", "digest"), ("model/config.json", "midflight_steps_digest")]
+    for state in sorted(folder.glob("checkpoints/version-*/state.json")):
+        places.append((str(state.relative_to(folder)), "chain"))
+    for name, key in places:
+        try:
+            found = json.loads((folder / name).read_text())
+        except (OSError, ValueError):
+            continue
+        if found.get(key):
+            yield name, found[key]

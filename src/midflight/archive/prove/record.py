@@ -1,0 +1,202 @@
+"""A store's file as plain values, for the proof: no type of the program that wrote it."""
+
+import sqlite3
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import msgspec
+
+from midflight.errors import StoreCorrupt
+from midflight.trajectories.database import look, naming
+
+Key: TypeAlias = tuple[int, int, int]
+"""Epoch, position and attempt of a group."""
+
+_COLUMNS = (
+    "token_ids",
+    "generated",
+    "loss_mask",
+    "logprobs",
+    "versions",
+    "kv_versions",
+    "turns",
+    "kept",
+    "kept_lengths",
+    "experts",
+    "role",
+    "records",
+)
+_MISSING: Mapping[str, Any] = {
+    "turns": None,
+    "kept": b"",
+    "kept_lengths": b"",
+    "experts": b"",
+    "role": "",
+    "records": (),
+}
+"""What a row of an older store lacks."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRow:
+    arrays: Mapping[str, bytes]
+    role: str
+    records: tuple[Any, ...]
+    """Start, first, end, conditions and digest of each answer."""
+
+    @property
+    def num_trainable(self) -> int:
+        return self.arrays["loss_mask"].count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRollout:
+    """A rollout that has ended."""
+
+    key: Key
+    sample: int
+    columns: Mapping[str, Any]
+    rows: tuple[RecordedRow, ...]
+
+    @property
+    def name(self) -> str:
+        return "-".join(map(str, (*self.key, self.sample)))
+
+    @property
+    def num_trainable(self) -> int:
+        return sum(row.num_trainable for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredGroup:
+    key: Key
+    task: bytes
+    state: str
+    reason: str | None
+    made: int | None
+    """The version that the step on it made, if there was one."""
+
+    @property
+    def name(self) -> str:
+        return "-".join(map(str, self.key))
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A link of the chain: an event, in the order in which they happened."""
+
+    number: int
+    event: str
+    key: Key
+    sample: int | None
+    detail: bytes | None
+    digest: bytes
+    head: bytes
+
+
+class StoreRecord:
+    """A store's file, as it is at one moment. Groups and links are held, rollouts are read as they
+    are asked for.
+    """
+
+    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+        self.path = path
+        self._connection = connection
+        tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
+        self.has_chain = "seals" in tables
+        self.groups: Mapping[Key, StoredGroup] = {group.key: group for group in self._groups()}
+        self.forks: Sequence[tuple[int, int]] = connection.execute(
+            "SELECT checkpoint, version FROM forks ORDER BY rowid"
+        ).fetchall()
+        """The checkpoint and the version of each place where a trainer went on under another
+        number.
+        """
+
+    def links(self) -> Iterator[Link]:
+        """The chain, in order."""
+        if not self.has_chain:
+            return
+        columns = "number, event, epoch, position, attempt, sample, detail, digest, head"
+        for number, event, epoch, position, attempt, *rest in self._connection.execute(
+            f"SELECT {columns} FROM seals ORDER BY number"
+        ):
+            yield Link(number, event, (epoch, position, attempt), *rest)
+
+    def rollouts(self, group: Key | None = None) -> Iterator[StoredRollout]:
+        """The rollouts that have ended, in the order of their keys: of one group or of all."""
+        columns = "reward, truncated, room, error, num_trainable, rows, scored"
+        where = "" if group is None else "WHERE epoch = ? AND position = ? AND attempt = ?"
+        for epoch, position, attempt, sample, *values in self._connection.execute(
+            f"SELECT epoch, position, attempt, sample, {columns} FROM rollouts {where} "
+            "ORDER BY epoch, position, attempt, sample",
+            group or (),
+        ):
+            found: dict[str, Any] = dict(zip(columns.split(", "), values, strict=True))
+            name = "-".join(map(str, (epoch, position, attempt, sample)))
+            found["scored"] = self.decoded(f"the parts of the reward of {name}", found["scored"])
+            rows = self.decoded(f"the rows of {name}", found.pop("rows"))
+            yield StoredRollout(
+                (epoch, position, attempt), sample, found, tuple(_row(row) for row in rows)
+            )
+
+    def fates(self, rollout: StoredRollout) -> dict[tuple[str, str], int]:
+        """The tokens of a rollout by fate and reason."""
+        rows = self._connection.execute(
+            "SELECT fate, reason, num_tokens FROM fates WHERE epoch = ? AND position = ? AND "
+            "attempt = ? AND sample = ?",
+            (*rollout.key, rollout.sample),
+        )
+        return {(fate, reason): number for fate, reason, number in rows}
+
+    def orphaned_fates(self) -> list[str]:
+        """The rollouts that have tokens and are not there."""
+        rows = self._connection.execute(
+            "SELECT DISTINCT epoch, position, attempt, sample FROM fates LEFT JOIN rollouts USING "
+            "(epoch, position, attempt, sample) WHERE num_trainable IS NULL"
+        )
+        return ["-".join(map(str, row)) for row in rows]
+
+    def decoded(self, what: str, blob: bytes) -> Any:
+        """A value of msgpack. Raises `StoreCorrupt`, which names it."""
+        try:
+            return msgspec.msgpack.decode(blob)
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise StoreCorrupt(
+                f"{self.path}: {what} cannot be read ({error}); restore the file from a copy."
+            ) from error
+
+    def _groups(self) -> Iterator[StoredGroup]:
+        rows = self._connection.execute(
+            "SELECT epoch, position, attempt, task, state, reason, version, train_version, done "
+            "FROM groups LEFT JOIN leases USING (lease)"
+        )
+        for epoch, position, attempt, task, state, reason, version, train_version, done in rows:
+            made = train_version + 1 if done else version
+            is_trained = made is not None and state in ("leased", "trained")
+            yield StoredGroup(
+                (epoch, position, attempt),
+                task,
+                "trained" if is_trained else state,
+                reason,
+                made if is_trained else None,
+            )
+
+
+@contextmanager
+def opened(path: Path) -> Generator[StoreRecord]:
+    """Opens a store for a proof, in one transaction."""
+    with naming(path), closing(look(path)) as connection:
+        connection.isolation_level = None
+        connection.execute("BEGIN")
+        yield StoreRecord(path, connection)
+
+
+def _row(values: list[Any]) -> RecordedRow:
+    columns = {**_MISSING, **dict(zip(_COLUMNS, values, strict=False))}
+    role = columns.pop("role")
+    records = columns.pop("records")
+    arrays = {name: value or b"" for name, value in columns.items()}
+    return RecordedRow(arrays, role, tuple(records))

@@ -1,0 +1,248 @@
+"""`midflight ledger --prove --weights`: log-probabilities of recorded tokens, computed again by plain
+`transformers` with the weights that the run has kept.
+
+An engine reads the prompt of an answer and samples its tokens one after the other. The step that
+samples a token also makes the keys of the token before it. If a new version comes in the middle of
+an answer and the keys stay, later tokens attend to keys of several versions. A token's label names
+its version and the version of the oldest key. The keys are made here as the labels say.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from midflight.archive.store_reader import reading
+from midflight.config.derived import served_dtype
+from midflight.config.load import load_config
+from midflight.config.sections import Config
+from midflight.models.caches import cache_name
+from midflight.models.load import load_model
+from midflight.models.names import assign, named_tensors
+from midflight.trainer.checkpoint import WEIGHTS
+from midflight.trainer.folders import Shards, checkpoints, version_of
+from midflight.trajectories.database import decode_rows
+from midflight.types import Finish, Row, SamplingParams, Version
+from midflight.types.rollouts import TurnRecord
+from midflight.types.sampling_masks import unpack_kept
+
+BOUNDS: Mapping[str, float] = {"float32": 2e-3, "bfloat16": 0.25, "float16": 0.05}
+"""Nats by which two ways of computing the same may differ, by the type that engines serve in."""
+_conditions = msgspec.msgpack.Decoder(tuple[SamplingParams | None, Finish, bool])
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One recorded answer. The tokens [first, end) of a row."""
+
+    rollout: str
+    row: Row
+    record: TurnRecord
+
+    @property
+    def labels(self) -> list[tuple[Version, Version]]:
+        """The version and the version of the oldest key of each token."""
+        place = slice(self.record.first, self.record.end)
+        versions = self.row.versions[place].tolist()
+        return list(zip(versions, self.row.kv_versions[place].tolist(), strict=True))
+
+    @property
+    def versions(self) -> set[Version]:
+        return {version for label in self.labels for version in label}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The token whose log-probability differs most."""
+
+    rollout: str
+    token: int
+    """Its place in the row."""
+    version: Version
+    recorded: float
+    computed: float
+
+    @property
+    def nats(self) -> float:
+        return abs(self.recorded - self.computed)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsProof:
+    num_answers: int
+    num_tokens: int
+    worst: Difference | None
+    bound: float
+    kept: tuple[Version, ...]
+    """The versions whose weights the run has kept."""
+
+    @property
+    def holds(self) -> bool:
+        return self.worst is None or self.worst.nats <= self.bound
+
+
+def prove_weights(folder: Path, *, number: int = 32, seed: int = 0) -> WeightsProof:
+    """Computes the tokens of so many answers again, chosen by chance among those whose versions
+    are all kept.
+    """
+    disable_progress_bar()
+    config = load_config(folder / "config.toml", note=lambda _: None)
+    models = KeptVersions(folder, config)
+    found = [answer for answer in _answers(folder) if answer.versions <= models.versions]
+    chosen = random.Random(seed).sample(found, min(number, len(found)))
+    worst: Difference | None = None
+    num_tokens = 0
+    for answer in chosen:
+        for difference in _differences(answer, models):
+            num_tokens += 1
+            if worst is None or difference.nats > worst.nats:
+                worst = difference
+    bound = BOUNDS.get(served_dtype(config), max(BOUNDS.values()))
+    return WeightsProof(len(chosen), num_tokens, worst, bound, tuple(sorted(models.versions)))
+
+
+class KeptVersions:
+    """The models of a run's kept versions: its checkpoints."""
+
+    def __init__(self, folder: Path, config: Config) -> None:
+        self._start = folder / "start"
+        self._dtype = config.model.dtype
+        self._folders = {version_of(path): path for path in checkpoints(folder / "checkpoints")}
+        self._made: dict[Version, PreTrainedModel] = {}
+
+    @property
+    def versions(self) -> set[Version]:
+        return set(self._folders)
+
+    def __call__(self, version: Version) -> PreTrainedModel:
+        if version not in self._made:
+            model = load_model(self._start, dtype=self._dtype, device="cpu")
+            room = {name: torch.empty_like(t) for name, t in named_tensors(model).items()}
+            Shards(self._folders[version]).read(
+                {WEIGHTS + name: tensor for name, tensor in room.items()}
+            )
+            assign(model, room)
+            self._made[version] = model.eval()
+        return self._made[version]
+
+
+def _answers(folder: Path) -> Iterator[Answer]:
+    with reading(folder) as store:
+        for *key, blob in store.each(
+            "SELECT epoch, position, attempt, sample, rows FROM rollouts ORDER BY epoch, position, "
+            "attempt, sample"
+        ):
+            name = "-".join(map(str, key))
+            for row in store.decoded(decode_rows, blob):
+                for record in row.records:
+                    if record.end > record.first and row.loss_mask[record.first : record.end].any():
+                        yield Answer(name, row, record)
+
+
+def _differences(answer: Answer, models: Callable[[Version], PreTrainedModel]) -> list[Difference]:
+    """The differences of an answer's tokens. Its prompt may have been read by the version of its
+    first token, or by an older one if it was asked for before a new version came: the nearer of the
+    two counts.
+    """
+    labels = answer.labels
+    place = slice(answer.record.first, answer.record.end)
+    recorded = answer.row.logprobs[place].astype(np.float64)
+    readers = set(labels[0])
+    tries = [_logprobs(answer, models, read_by=reader) for reader in sorted(readers)]
+    nearest = min(tries, key=lambda made: float(np.abs(made - recorded).max()))
+    return [
+        Difference(
+            answer.rollout,
+            answer.record.first + number,
+            labels[number][0],
+            float(recorded[number]),
+            float(nearest[number]),
+        )
+        for number in range(len(labels))
+    ]
+
+
+def _logprobs(
+    answer: Answer, models: Callable[[Version], PreTrainedModel], *, read_by: Version
+) -> NDArray[np.float64]:
+    """The log-probabilities of an answer's tokens, [T]. `read_by` read the prompt."""
+    ids = answer.row.token_ids[: answer.record.end].tolist()
+    first = answer.record.first
+    keys: object = None
+    num_keys = 0
+    if read_by != answer.labels[0][0]:
+        _, keys = _read(models(read_by), ids[: first - 1], None)
+        num_keys = first - 1
+    parts: list[Tensor] = []
+    end = first
+    for (version, kv_version), run in groupby(answer.labels):
+        if version == kv_version:
+            keys = None
+            num_keys = 0
+        length = len(list(run))
+        end += length
+        logits, keys = _read(models(version), ids[num_keys : end - 1], keys)
+        num_keys = end - 1
+        parts.append(logits[-length:])
+    logits = _as_sampled(torch.cat(parts).double(), answer)
+    chosen = torch.tensor(ids[first:])[:, None]
+    return logits.log_softmax(-1).gather(-1, chosen)[:, 0].numpy()
+
+
+def _as_sampled(logits: Tensor, answer: Answer) -> Tensor:
+    """The logits [T, V] at the temperature of the request, over the ids that truncation left."""
+    sampling, _, _ = _conditions.decode(answer.record.conditions)
+    if sampling is not None and sampling.temperature > 0:
+        logits = logits / sampling.temperature
+    for number, ids in enumerate(_kept(answer.row, answer.record)):
+        if len(ids):
+            mask = torch.ones(logits.shape[1], dtype=torch.bool)
+            mask[torch.from_numpy(ids)] = False
+            logits[number, mask] = -torch.inf
+    return logits
+
+
+def _kept(row: Row, record: TurnRecord) -> Iterator[NDArray[Any]]:
+    """Yields the ids that truncation left to each token; none where it cut nothing off."""
+    if row.kept is None or row.kept_lengths is None:
+        return
+    ends = np.cumsum(row.kept_lengths)
+    begin = int(ends[record.first] - row.kept_lengths[record.first])
+    lengths = row.kept_lengths[record.first : record.end].astype(np.int64)
+    data = row.kept[begin : begin + int(lengths.sum())]
+    ids, offsets = unpack_kept(data, lengths)
+    for number in range(len(lengths)):
+        yield ids[offsets[number] : offsets[number + 1]]
+
+
+def kept_of(row: Row, record: TurnRecord) -> tuple[bytes, ...]:
+    """The records of truncation of an answer's tokens; empty if it has none."""
+    if row.kept is None or row.kept_lengths is None:
+        return ()
+    ends = np.cumsum(row.kept_lengths)[record.first : record.end].tolist()
+    lengths = row.kept_lengths[record.first : record.end].tolist()
+    return tuple(
+        row.kept[end - length : end].tobytes() for end, length in zip(ends, lengths, strict=True)
+    )
+
+
+def _read(model: PreTrainedModel, tokens: Sequence[int], keys: object) -> tuple[Tensor, object]:
+    """Logits [T, V] of tokens over these keys, and the keys with theirs."""
+    name = cache_name(model)
+    assert name is not None, "a model that keeps no keys reads everything anew"
+    given: dict[str, Any] = {} if keys is None else {name: keys}
+    with torch.no_grad():
+        made = model(torch.tensor([tokens]), use_cache=True, **given)
+    return made.logits[0], made[name]

@@ -1,0 +1,82 @@
+"""`midflight ledger --prove --witness N`: a step again, with a witness for each of its samples that
+shows whether the sample had a gradient.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from midflight.errors import NoRun
+from midflight.run.replay.bundle import batches_of
+from midflight.run.replay.recorded_steps import lines_of
+from midflight.run.replay.step import ReplayedStep, checkpoint_before, replay_step
+
+
+@dataclass(frozen=True, slots=True)
+class Witness:
+    """One rollout of a step."""
+
+    number: int
+    """Its number in the batch."""
+    num_tokens: int
+    """Its tokens that the step trained on, by the books."""
+    expected: bool
+    """True if some of these tokens has an advantage and was neither masked nor clipped."""
+    gradient: float
+    """The sum of the magnitudes of its tokens' derivatives."""
+
+    @property
+    def holds(self) -> bool:
+        return (self.gradient > 0) == self.expected
+
+
+def witnesses(
+    folder: Path, number: int, *, seed: int = 0
+) -> tuple[ReplayedStep, tuple[Witness, ...]]:
+    """Makes the newest step again that can be made, and returns it with the witnesses of so many of
+    its rollouts, chosen by chance.
+    """
+    replayed = replay_step(folder, _newest(folder), batches_of)
+    found = list(_all(replayed))
+    chosen = random.Random(seed).sample(found, min(number, len(found)))
+    return replayed, tuple(sorted(chosen, key=lambda one: one.number))
+
+
+def _newest(folder: Path) -> int:
+    for step in sorted(lines_of(folder), reverse=True):
+        try:
+            checkpoint_before(folder, step)
+        except NoRun:
+            continue
+        return step
+    raise NoRun(
+        f"{folder} has no step whose checkpoint is kept; raise trainer.keep_checkpoints for the next "
+        "run."
+    )
+
+
+def _all(replayed: ReplayedStep) -> Iterator[Witness]:
+    batch = replayed.batch
+    watch = replayed.watch
+    tokens = watch.tokens
+    rollout = tokens.rollout.cpu().numpy()
+    _, _, weight, below, above, *masked = watch.record.readings.cpu().numpy()
+    gone = np.zeros(len(rollout), np.bool_)
+    for line in (below, above, *masked):
+        gone |= line > 0
+    counts = (tokens.advantage.cpu().numpy() != 0) & ~gone & (weight != 0)
+    lengths = np.diff(batch.row_offsets)
+    of_token = np.repeat(batch.row_rollout, lengths)
+    for number in range(len(batch.rewards)):
+        own = rollout == number
+        yield Witness(
+            number,
+            int(batch.loss_mask[of_token == number].sum()),
+            bool(counts[own].any()),
+            float(np.abs(watch.witness.numpy()[own]).sum()),
+        )

@@ -1,0 +1,104 @@
+"""`midflight ledger --prove`: an honest run is never accused, whatever it lived through; whatever is changed in it is found."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from midflight.archive.prove.proof import prove
+from midflight.errors import NoRun
+from midflight.run.replay.decisions import decide_again
+
+from .proving import Tampering, digest_of, honest_run, proof_after, write_chain_anew
+
+NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "explore"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    return [honest_run(folder / f"seed-{seed}", seed) for seed in range(100 if NIGHTLY else 12)]
+
+
+def test_no_honest_run_is_accused(runs: list[Path]) -> None:
+    for folder in runs:
+        proof = prove(folder)
+        assert proof.holds, f"{folder}: {proof.mistakes}"
+        assert proof.num_steps >= 8 and proof.num_rollouts >= 32
+        assert prove(folder, digest=proof.digest).holds
+    assert sum(not folder.name.startswith("seed-") or folder.name.count("-") > 1 for folder in runs) > 3, "some have died"
+
+
+def test_every_tampering_is_found(runs: list[Path], tmp_path: Path) -> None:
+    missed: list[str] = []
+    for seed in range(1000 if NIGHTLY else 120):
+        tampering = Tampering(seed)
+        proof = proof_after(runs[seed % len(runs)], tmp_path / "changed", tampering)
+        if proof.holds:
+            missed.append(f"{seed}: {tampering.what}")
+    assert not missed
+
+
+def test_a_digest_of_another_run_is_found(runs: list[Path]) -> None:
+    other = digest_of(runs[1])
+    proof = prove(runs[0], digest=other)
+    assert not proof.holds and "of no step of this run" in proof.mistakes[0]
+
+
+def test_a_chain_that_somebody_wrote_anew_is_found_by_the_digest_that_was_kept_outside(runs: list[Path], tmp_path: Path) -> None:
+    for folder in runs[:4]:
+        kept = digest_of(folder)
+        assert proof_after(folder, tmp_path / "changed", write_chain_anew).holds, "by itself it fits"
+        proof = proof_after(folder, tmp_path / "changed", write_chain_anew, digest=kept)
+        assert not proof.holds and "written anew" in proof.mistakes[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("summary.json", "digest"), ("model/config.json", "midflight_steps_digest"), ("checkpoints/version-00000004/state.json", "chain")],
+)
+def test_what_keeps_another_digest_than_the_journal_is_named(runs: list[Path], tmp_path: Path, name: str, key: str) -> None:
+    right = digest_of(runs[0])
+
+    def keeping(digest: str) -> Callable[[Path], None]:
+        def write(folder: Path) -> None:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(json.dumps({key: digest}))
+
+        return write
+
+    assert proof_after(runs[0], tmp_path / "changed", keeping(right)).holds
+    proof = proof_after(runs[0], tmp_path / "changed", keeping("ab" * 32))
+    assert proof.mistakes and proof.mistakes[0].startswith(name)
+
+
+def test_a_run_of_an_older_midflight_is_refused_with_a_sentence(runs: list[Path], tmp_path: Path) -> None:
+    def older(folder: Path) -> None:
+        with closing(sqlite3.connect(folder / "store.sqlite")) as file:
+            file.execute("DROP TABLE seals")
+
+    with pytest.raises(NoRun, match="has no digests: an older Midflight made the run"):
+        proof_after(runs[0], tmp_path / "changed", older)
+
+
+def test_the_books_decide_as_they_did(runs: list[Path]) -> None:
+    for folder in runs:
+        found = decide_again(folder)
+        assert found.num_leases >= 8 and found.num_groups >= 16
+        assert not found.different, f"{folder}: {found.different}"
+
+
+def test_other_limits_decide_otherwise(runs: list[Path], tmp_path: Path) -> None:
+    shutil.copytree(runs[0], tmp_path / "run")
+    file = tmp_path / "run" / "config.toml"
+    file.write_text(file.read_text() + "min_group_size = 2\ndrop_zero_spread = false\n")
+    before = decide_again(tmp_path / "run")
+    file.write_text(file.read_text().replace("groups_per_step = 2", "groups_per_step = 3"))
+    assert decide_again(tmp_path / "run").different and before.num_leases

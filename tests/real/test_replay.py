@@ -1,0 +1,185 @@
+"""A finished run proven, made again step by step, packed for somebody else, and trained on with another loss: by the commands that people type."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from .processes import CONFIG, Command, steps
+
+pytestmark = pytest.mark.timeout(180)
+OPTIONS = (
+    *("run.steps=6", "warm_start.target_accuracy=0.02", "warm_start.max_steps=60", "trainer.learning_rate=0.01"),
+    *("trainer.checkpoint_every=1", "trainer.keep_checkpoints=4", "environment.entry=graded:answer"),
+)
+GRADED = """
+from midflight.environments.single_turn import answer as asked
+
+calls = 0
+
+
+async def answer(task, client):
+    global calls
+    calls += 1
+    number = calls
+    await asked(task, client)
+    return number % 4 / 4
+"""
+"""Its rewards differ within a group, so that every step moves the weights."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a finished run in `run`."""
+    found = tmp_path_factory.mktemp("replay")
+    (found / "run.toml").write_text(CONFIG)
+    (found / "graded.py").write_text(GRADED)
+    command = Command("train", "run.toml", "--folder", "run", *(x for option in OPTIONS for x in ("--set", option)), folder=found)
+    assert command.wait(120) == 0, command.said
+    assert steps(found / "run")[-1]["digests"]["chain"] in command.said, "the last digest is printed"
+    return found
+
+
+@pytest.fixture
+def midflight(place: Path) -> Iterator[Callable[..., tuple[int, str]]]:
+    """Runs a command to its end: its exit status, and what it said."""
+    begun: list[Command] = []
+
+    def run(*arguments: object) -> tuple[int, str]:
+        begun.append(Command(*arguments, folder=place))
+        return begun[-1].wait(120), begun[-1].said
+
+    yield run
+    for command in begun:
+        command.end()
+
+
+def test_a_finished_run_is_proven_and_its_digest_is_kept_wherever_it_says(place: Path, midflight: Callable[..., tuple[int, str]]) -> None:
+    last = steps(place / "run")[-1]["digests"]["chain"]
+    status, said = midflight("ledger", "run", "--prove", "--digest", last[:20], "--weights", "--witness", 8)
+    assert status == 0, said
+    assert said.count("proven: ") == 3 and last in said
+    assert json.loads((place / "run" / "summary.json").read_text())["digest"] == last
+    assert json.loads((place / "run" / "model" / "config.json").read_text())["midflight_steps_digest"] == last
+
+
+def test_weights_that_did_not_make_the_tokens_are_found(place: Path, midflight: Callable[..., tuple[int, str]]) -> None:
+    changed = place / "other-weights"
+    shutil.copytree(place / "run", changed)
+    newest, before = sorted((changed / "checkpoints").glob("version-*"), reverse=True)[:2]
+    for kept in sorted((changed / "checkpoints").glob("version-*"))[:-1]:
+        shutil.copy(newest / "rank-00000.safetensors", kept / "rank-00000.safetensors")
+    assert before.is_dir()
+    status, said = midflight("ledger", changed, "--weights")
+    assert status == 1 and "wrong: " in said and "computed again by transformers" in said, said
+
+
+def test_each_step_whose_checkpoint_is_kept_is_made_again(place: Path, midflight: Callable[..., tuple[int, str]]) -> None:
+    for step in (4, 5, 6):
+        status, said = midflight("replay", "run", "--step", step)
+        assert status == 0 and "differs" not in said, said
+        assert said.count("equal") >= 2, said
+
+
+def test_a_token_is_explained(place: Path, midflight: Callable[..., tuple[int, str]]) -> None:
+    status, said = midflight("replay", "run", "--step", 6, "--explain", "0:0")
+    assert status == 0 and "no: it is context" in said, said
+    _, said = midflight("replay", "run", "--step", 6, "--explain", f"0:{first_generated(place / 'run')}")
+    for name in ("ratio to the policy that sampled", "weight of the correction", "taken out by", "advantage", "derivative of the loss"):
+        assert name in said, said
+    status, said = midflight("replay", "run", "--step", 6, "--explain", "0:9999")
+    assert status != 0 and "tokens, from 0 on, and no token 9999" in said
+
+
+def first_generated(run: Path) -> int:
+    """The place of the first generated token of the first row that step 6 trained on."""
+    with closing(sqlite3.connect(run / "store.sqlite")) as store:
+        ((blob,),) = store.execute(
+            "SELECT rows FROM rollouts JOIN groups USING (epoch, position, attempt) WHERE version = 6 AND reward IS NOT NULL "
+            "AND num_trainable > 0 ORDER BY epoch, position, attempt, sample LIMIT 1"
+        ).fetchall()
+    return msgspec.msgpack.decode(blob)[0][1].index(1)
+
+
+def test_a_step_in_one_file_is_made_again_without_the_run(place: Path, midflight: Callable[..., tuple[int, str]]) -> None:
+    status, said = midflight("replay", "run", "--step", 6, "--bundle", "step.bundle")
+    assert status == 0, said
+    status, said = midflight("replay", "run", "--step", 6, "--bundle", "light.bundle", "--no-weights")
+    assert status == 0 and (place / "light.bundle").stat().st_size < (place / "step.bundle").stat().st_size
+    aside = place / "run-aside"
+    (place / "run").rename(aside)
+    try:
+        status, said = midflight("replay", "step.bundle")
+        assert status == 0 and "differs" not in said, said
+        status, said = midflight("replay", "light.bundle")
+        assert status != 0 and "has no weights, and" in said and "is not there" in said, said
+    finally:
+        aside.rename(place / "run")
+    status, said = midflight("replay", "light.bundle")
+    assert status == 0, said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("run", "--step", "77"), "has no step 77; its journal has steps 1 to 6"),
+        (("run", "--step", "1"), "has no checkpoint from before step 1"),
+        (("run",), "say which step to make again"),
+        (("run.toml",), "is no bundle"),
+    ],
+)
+def test_what_cannot_be_made_again_is_refused_in_a_sentence(
+    midflight: Callable[..., tuple[int, str]], arguments: tuple[str, ...], said: str
+) -> None:
+    status, found = midflight("replay", *arguments)
+    assert status != 0 and said in " ".join(found.split()), found
+
+
+def test_another_loss_is_trained_on_the_same_rollouts(place: Path, midflight: Callable[..., tuple[int, str]]) -> None:
+    for name, option in (("same", "run.seed=0"), ("other", "objective.clip_high=0.05")):
+        status, said = midflight("train", "run.toml", "--rollouts-from", "run", "--folder", name, "--set", option, "--set", "run.steps=4")
+        assert status == 0, said
+        made = steps(place / name)
+        assert [line["step"] for line in made] == [1, 2, 3, 4] and made[0]["trainer"]["grad_norm"] > 0
+        assert (place / name / "model" / "model.safetensors").exists()
+    status, said = midflight("train", "run.toml", "--rollouts-from", "run", "--folder", "same")
+    assert status != 0 and "holds a run already" in said
+
+
+def test_the_books_decide_as_they_did(midflight: Callable[..., tuple[int, str]]) -> None:
+    status, said = midflight("replay", "run", "--decisions")
+    assert status == 0 and "6 batches were decided again; 0 otherwise" in said, said
+
+
+def test_an_agent_runs_again_on_its_recorded_answers(place: Path, midflight: Callable[..., tuple[int, str]]) -> None:
+    with closing(sqlite3.connect(place / "run" / "store.sqlite")) as store:
+        (key, reward) = store.execute(
+            "SELECT epoch || '-' || position || '-' || attempt || '-' || sample, reward FROM rollouts WHERE num_trainable > 0 LIMIT 1"
+        ).fetchone()
+    status, said = midflight("replay", "run", "--rollout", key)
+    assert "1 of 1 recorded answers were asked for again" in said and f"reward {reward} then, 0.25 now" in said, said
+    assert (status == 0) == (reward == 0.25)
+    (place / "graded.py").write_text(GRADED.replace("await asked(task, client)", "await asked(changed(task), client)") + CHANGED)
+    try:
+        status, said = midflight("replay", "run", "--rollout", key)
+    finally:
+        (place / "graded.py").write_text(GRADED)
+    assert status == 1 and "0 of 1 recorded answers" in said and "asked something else" in said, said
+    status, said = midflight("replay", "run", "--rollout", "7-7-7-7")
+    assert status != 0 and "has no rollout 7-7-7-7 that has ended" in said
+
+
+CHANGED = """
+
+def changed(task):
+    from dataclasses import replace
+
+    return replace(task, data={**task.data, "question": "what else?"})
+"""
