@@ -48,7 +48,7 @@ class Scale:
     rounding.
     """
 
-    micro_batch_tokens: int = 4096
+    micro_batch_tokens: int = 2048
     compute_dtype: torch.dtype | None = None
     """Precision of forward and backward; None is that of the weights."""
     layout: Layout = Layout.PACKED
@@ -61,13 +61,6 @@ class Scale:
     """True if tokens of a mixture go to the experts that an engine recorded; not in compiled
     layers.
     """
-
-    @property
-    def by_modules(self) -> bool:
-        """True if an option changes the model's modules. A plain family is then computed by its
-        modules, like any other.
-        """
-        return self.activation_checkpointing or self.compile or self.compute_dtype is not None
 
 
 class PolicyTrainer:
@@ -121,11 +114,11 @@ class PolicyTrainer:
         if objective.kl_coefficient:
             held = (reference or copy.deepcopy(model)).requires_grad_(False)
             passes_of_reference = self._passes(
-                self._policy(held, scale), scale, temperature, trains=False
+                Policy(held, scale.layout), scale, temperature, trains=False
             )
         # The critic's model is a copy, and is made before the layers are changed.
         judge = None if valuation is None else value_model_of(model, scale.layout)
-        policy = self._policy(model, scale, replays=scale.routing_replay)
+        policy = Policy(model, scale.layout, replays=scale.routing_replay)
         passes_of_policy = self._passes(policy, scale, temperature)
         self.optimizer = adamw(
             model,
@@ -152,10 +145,6 @@ class PolicyTrainer:
             rules=rules,
             ranks=self.ranks,
         )
-
-    def _policy(self, model: PreTrainedModel, scale: Scale, *, replays: bool = False) -> Policy:
-        by_hand = self.ranks.size == 1 and not scale.by_modules
-        return Policy(model, scale.layout, replays=replays, by_hand=by_hand)
 
     def _passes(
         self, reader: TokenModel, scale: Scale, temperature: float, *, trains: bool = True
