@@ -15,7 +15,6 @@ from midflight.config.sections import Config
 from midflight.errors import RunFailed
 from midflight.trainer.credit import Scoring, scoring_of
 from midflight.trainer.critic import Critic, Valuation, value_model_of
-from midflight.trainer.early import EarlyOptions
 from midflight.trainer.model.layers import compile_layers, recompute_activations
 from midflight.trainer.model.microbatch import Layout
 from midflight.trainer.model.passes import Passes
@@ -28,7 +27,7 @@ from midflight.trainer.own_loss import objective_of
 from midflight.trainer.report import StepReport
 from midflight.trainer.schedule import Schedule
 from midflight.trainer.step import Stepper, StepRules
-from midflight.trainer.tokens import LossTokens, step_tokens
+from midflight.trainer.tokens import step_tokens
 from midflight.types import PackedBatch, Version
 
 
@@ -139,9 +138,6 @@ class PolicyTrainer:
             optimizer=self.optimizer,
             adam=adam,
             schedule=schedule,
-            ahead=EarlyOptions.of(
-                objective, scoring, updates=rules.updates_per_step, ranks=self.ranks.size
-            ),
             rules=rules,
             ranks=self.ranks,
         )
@@ -168,20 +164,6 @@ class PolicyTrainer:
         """The learning rate of the next step."""
         return self._stepper.learning_rate(self.num_steps)
 
-    @property
-    def early_tokens(self) -> int:
-        """The tokens of groups that are worth `begin`; 0 if nothing can be done early."""
-        return self._stepper.early_tokens
-
-    def begin(self, groups: PackedBatch) -> None:
-        """Does the early work for some groups that the next batch is expected to have, see
-        `early`.
-        """
-        check_fits(groups, self.model)
-        tokens = self._tokens(groups, max_missing_share=1.0)
-        if tokens.num_tokens:
-            self._stepper.begin(tokens)
-
     def step(self, batch: PackedBatch) -> StepReport:
         """Trains on a batch leased for the current version and makes the next one."""
         if batch.train_version != self.version:
@@ -190,22 +172,19 @@ class PolicyTrainer:
                 f"{self.version}. Lease a batch for it."
             )
         check_fits(batch, self.model)
-        tokens = self._tokens(batch, max_missing_share=self._rules.max_missing_share)
+        tokens = step_tokens(
+            batch,
+            self._scoring,
+            max_staleness=self._rules.max_staleness,
+            max_missing_share=self._rules.max_missing_share,
+            dtype=self._dtype,
+            device=self._device,
+        )
         report = self._stepper.take(batch, tokens, number=self.num_steps, version=self.version + 1)
         self.version = report.version
         self.num_steps += 1
         self.num_skipped += report.skipped is not None
         return report
-
-    def _tokens(self, batch: PackedBatch, *, max_missing_share: float) -> LossTokens:
-        return step_tokens(
-            batch,
-            self._scoring,
-            max_staleness=self._rules.max_staleness,
-            max_missing_share=max_missing_share,
-            dtype=self._dtype,
-            device=self._device,
-        )
 
 
 def trainer_of(
