@@ -60,6 +60,12 @@ class Checkout:
             program = [self.root / "benchmarks" / "training_ours.py"]
         self._output([sys.executable, *program, folder, out, steps])
 
+    @property
+    def engine_side(self) -> str:
+        """The name that `engine.py` of the checkout has for the embedded engine."""
+        script = (self.root / "benchmarks" / "engine.py").read_text()
+        return "engine" if 'SIDES = ("engine"' in script else "plain"
+
     def _output(self, command: Sequence[object]) -> str:
         self.folder.mkdir(parents=True, exist_ok=True)
         paths = [str(self.root / part) for part in ("src", "benchmarks")]
@@ -68,7 +74,7 @@ class Checkout:
 
 
 def engine(checkout: Checkout) -> Costs:
-    words = ("--sides", "plain", "--threads", 1, "--rounds", 2)
+    words = ("--sides", checkout.engine_side, "--threads", 1, "--rounds", 2)
     printed = checkout.run("engine.py", *words, by=("-c", CPU_CLOCK))
     rows = re.findall(r"^\| (\d+) \| 1 \| ([\d,]+) \(", printed, re.MULTILINE)
     costs: Costs = {}

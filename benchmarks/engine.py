@@ -8,8 +8,7 @@
 
 | side | what it is |
 |---|---|
-| modules | the engine over the modules of `transformers`, as for most architectures |
-| plain | the engine as it serves this model: `PlainRunner` |
+| engine | the embedded engine |
 | bare | `transformers` in a loop over a `DynamicCache`: equal lengths, plain multinomial sampling, no scheduler |
 | products | the matrix products of a step and nothing else: the floor |
 | vllm | vLLM's own `LLM.generate`, compiled, without HTTP |
@@ -37,7 +36,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from harness.arguments import Arguments
@@ -51,9 +49,7 @@ from transformers import DynamicCache
 
 from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.engines.embedded.prefixes import PrefixRoom
-from midflight.models import plain
 from midflight.models.caches import cache_name
-from midflight.models.sizes import FAMILIES
 
 CONTEXT = 256
 LONG_CONTEXT = 4096
@@ -66,12 +62,10 @@ Side = Callable[[Prompts, int], int]
 # --- Decoding -------------------------------------------------------------------------------------
 
 
-def engine_side(hidden: int, *, running: int, modules: bool) -> Side:
-    families = frozenset[str]() if modules else FAMILIES
-    with patch.object(plain, "FAMILIES", families):
-        served = embedded_engine(
-            small_model(hidden), running=running, context=CONTEXT, max_batch_tokens=4096
-        )
+def engine_side(hidden: int, *, running: int) -> Side:
+    served = embedded_engine(
+        small_model(hidden), running=running, context=CONTEXT, max_batch_tokens=4096
+    )
 
     def side(prompts: Prompts, answer: int) -> int:
         answers = served.generate_all(requests(prompts, answer=answer))
@@ -193,21 +187,21 @@ def made_side(
         return bare_side(options.hidden)
     if name == "products":
         return products_side(options.hidden)
-    return engine_side(options.hidden, running=running, modules=name == "modules")
+    return engine_side(options.hidden, running=running)
 
 
-SIDES = ("modules", "plain", "bare", "products", "vllm")
+SIDES = ("engine", "bare", "products", "vllm")
 FIGURES = {"bare": "transformers", "products": "its matrix products alone"}
-"""What the page calls the sides that `plain` is held against."""
+"""What the page calls the sides that `engine` is held against."""
 
 
 def decoding(options: argparse.Namespace, report: Report) -> None:
     names = [*options.sides]
     if options.vllm_python:
         names.append("vllm")
-    others = [name for name in names if name != "plain"]
+    others = [name for name in names if name != "engine"]
     report.say("tokens/s of wall time (of CPU time)")
-    ratios = [f"plain / {name}" for name in others]
+    ratios = [f"engine / {name}" for name in others]
     table = report.table("requests", "threads", *names, *ratios)
     for threads in options.threads:
         torch.set_num_threads(threads)
@@ -221,10 +215,10 @@ def decoding(options: argparse.Namespace, report: Report) -> None:
                 shown = "" if name == "vllm" else f" ({cpu:,.0f})"
                 cells.append(f"{wall[name]:,.0f}{shown}")
             for name in others:
-                ratio = wall["plain"] / wall[name]
+                ratio = wall["engine"] / wall[name]
                 cells.append(f"{ratio:.2f}")
                 if name in FIGURES and threads == 1:
-                    report.figure(f"decoding {running}: by hand / {FIGURES[name]}", ratio)
+                    report.figure(f"decoding {running}: engine / {FIGURES[name]}", ratio)
             table.row(running, threads, *cells)
 
 
@@ -354,7 +348,7 @@ def main() -> None:
     arguments.option("--hidden", 256, smoke=64, help="256 is a model of 3.2 million parameters")
     arguments.option("--guesses", 7, help="tokens that are guessed ahead")
     arguments.option(
-        "--sides", [*SIDES[:-1]], choices=SIDES[:-1], help="of `decoding`, `plain` among them"
+        "--sides", [*SIDES[:-1]], choices=SIDES[:-1], help="of `decoding`, `engine` among them"
     )
     arguments.option(
         "--vllm-python",

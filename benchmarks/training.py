@@ -4,7 +4,6 @@ Same model, batch and cores.
     python3 -m venv .venv-trl
     .venv-trl/bin/pip install -c locks/trl.txt -r benchmarks/requirements-trl.txt
     python benchmarks/training.py --trl-python .venv-trl/bin/python --json training.json
-    python benchmarks/training.py --parts early
 
 **step**: forward, backward and optimiser step on 64 written completions (8 groups of 8, prompts of
 32 tokens, 3.2 M parameters with a byte vocabulary, float32, DAPO's loss). trl's preparing of inputs
@@ -27,11 +26,6 @@ that several of them map (libraries, mostly) count once.
 
 Both sides are processes of their own, in turn, each round anew: one thread each for the step. On
 busy cores compare CPU seconds.
-
-**early**: what it costs and saves to begin a step before its batch is whole, in CPU seconds of the
-trainer: the same step with nothing begun, and with micro-batches of it done while the last groups
-were still generated. *CPU* is of the whole step, in that of a step of which nothing was begun;
-*left* what is to do once the last group is there.
 """
 
 from __future__ import annotations
@@ -39,7 +33,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -59,7 +52,6 @@ from midflight.text.byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from midflight.types import PackedBatch
 
 UNMEASURED = 2
 """Steps of a process before those that count: allocations, caches, the optimiser's first state."""
@@ -461,66 +453,7 @@ def write_plan(race: str, config: Config, plan: Path, model: Path) -> None:
     (plan / "numbers.json").write_text(json.dumps(numbers))
 
 
-# --- A step that begins early ---------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class EarlyStep:
-    """CPU seconds of a whole step, and of what was left when the last group came."""
-
-    cpu: float
-    left: float
-
-
-def early(options: argparse.Namespace, report: Report) -> None:
-    """It holds torch in this process, so it is the last part."""
-    import torch
-    from harness.models import GROUP, PROMPT, policy_trainer, small_model
-
-    torch.set_num_threads(1)
-    hidden = 64 if options.smoke else 256
-    model = small_model(hidden, context=PROMPT + options.early_answer)
-    trainer = policy_trainer(model)
-    quarter = options.early_groups // 4
-    parts = (0, quarter, 3 * quarter)
-    found: dict[int, list[EarlyStep]] = {begun: [] for begun in parts}
-    for begun, counts in turns(parts, rounds=options.rounds, warmup=1):
-        taken = early_step(trainer, begun, quarter, answer=options.early_answer)
-        if counts:
-            found[begun].append(taken)
-    plain = median_of(found[0], lambda taken: taken.cpu)
-    report.say(
-        f"\n{options.early_groups} groups of {GROUP} answers of {options.early_answer} tokens: "
-        f"{plain:.2f} s of CPU with nothing begun"
-    )
-    table = report.table("begun", "CPU", "left")
-    for begun in parts[1:]:
-        cpu = median_of(found[begun], lambda taken: taken.cpu) / plain
-        left = median_of(found[begun], lambda taken: taken.left) / plain
-        table.row(f"{begun} groups", f"{cpu:.2f}", f"{left:.2f}")
-
-
-def early_step(trainer: Any, begun: int, quarter: int, *, answer: int) -> EarlyStep:
-    """One step of four quarters of groups, of which `begun` groups come before the rest."""
-    from harness.models import made_groups
-
-    version = trainer.version
-    whole = made_groups(version, number=4 * quarter, answer=answer)
-    pieces: list[PackedBatch] = []
-    for first in range(0, begun, quarter):
-        piece = made_groups(version, number=quarter, answer=answer, first=first)
-        pieces.append(replace(piece, lease=0))
-    began = time.process_time()
-    for piece in pieces:
-        trainer.begin(piece)
-    last = time.process_time()
-    stepped = trainer.step(whole)
-    ended = time.process_time()
-    assert bool(stepped.metrics["step/early_share"]) == bool(begun), "what was begun is in it"
-    return EarlyStep(ended - began, ended - last)
-
-
-PARTS = {"step": step, "reward": reward, "early": early}
+PARTS = {"step": step, "reward": reward}
 
 
 def main() -> None:
@@ -552,8 +485,6 @@ def main() -> None:
     arguments.option(
         "--trl-threads", 1, help="of trl in part `reward`; more made it slower on busy cores"
     )
-    arguments.option("--early-groups", 16, smoke=4, help="of a step of part `early`")
-    arguments.option("--early-answer", 128, smoke=8, help="tokens of an answer of part `early`")
     arguments.option("--folder", Path("runs/training"), smoke=Path("runs/smoke/training"))
     options = arguments.parse()
     report = Report(options)

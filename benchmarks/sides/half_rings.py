@@ -94,13 +94,6 @@ class NoSteps:
     def num_steps(self) -> int:
         return self.version
 
-    @property
-    def early_tokens(self) -> int:
-        return 0
-
-    def begin(self, groups: PackedBatch) -> None:
-        raise AssertionError("there is nothing to compute ahead")
-
     def step(self, batch: PackedBatch) -> NoReport:
         self.batches.append(batch)
         self.version += 1
@@ -204,9 +197,6 @@ class Replay:
             train_version=train_version,
             versions=batch.versions + np.int32(later),
         )
-
-    async def ahead(self, train_version: Version, *, tokens: int) -> PackedBatch | None:
-        return None
 
     async def done(self, step: Stepped) -> None:
         self.ends.append(Cost(time.monotonic(), time.process_time()))

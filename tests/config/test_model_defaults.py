@@ -40,15 +40,15 @@ def test_a_model_of_a_folder_gets_what_suits_its_size(large: Path, tmp_path: Pat
         monkeypatch.setattr(module, "machine_bytes", lambda: 24 * 2**30)
     config = load_config(None, [f"model.path={large}"])
     assert (config.trainer.learning_rate, config.environment.max_tokens) == (2e-5, 256)
-    # Activations: 4 bytes x (30 layers x (14 x 576 + 3 x 1536) a token + 4 x 2**24 logits); an eighth of 24 GB has 1942 tokens, 7 x 256 = 1792.
-    assert config.trainer.micro_batch_tokens == 1792
+    # Activations: 4 bytes x (31 layers x (6 x 576 + 63 x 64 + 4 x 1536) a token + 4 x 2**24 logits); an eighth of 24 GB has 1680 tokens, 6 x 256 = 1536.
+    assert config.trainer.micro_batch_tokens == 1536
     assert load_config(None, [f"model.path={large}", "lora.rank=8"]).trainer.learning_rate == 2e-4
     learning = load_config(None, [f"model.path={large}", "warm_start.target_accuracy=0.3"])
     assert learning.warm_start.learning_rate == 2e-4
     valued = load_config(None, [f"model.path={large}", "objective.advantage=gae"])
     assert valued.critic.learning_rate == 2e-4
     small = load_config(None, [f"model.path={folder_of_model(tmp_path / 'small')}"])
-    assert (small.trainer.learning_rate, small.trainer.micro_batch_tokens) == (3e-4, 4096)
+    assert (small.trainer.learning_rate, small.trainer.micro_batch_tokens) == (3e-4, 2048)
 
 
 def test_what_is_set_stays(large: Path, tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_what_is_set_stays(large: Path, tmp_path: Path) -> None:
 def test_a_made_model_and_a_folder_that_is_not_there_keep_the_defaults(tmp_path: Path) -> None:
     for overrides in ([], [f"model.path={tmp_path}/nowhere"]):
         config = load_config(None, overrides)
-        assert (config.trainer.learning_rate, config.environment.max_tokens, config.trainer.micro_batch_tokens) == (3e-4, 16, 4096)
+        assert (config.trainer.learning_rate, config.environment.max_tokens, config.trainer.micro_batch_tokens) == (3e-4, 16, 2048)
         assert not [*model_defaults.shown_derived(config)]
 
 

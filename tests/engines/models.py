@@ -75,7 +75,6 @@ def make_engine(
     records_experts: bool = False,
     prefix_age: int = 0,
     guesses: int = 0,
-    owns_model: bool = False,
 ) -> EmbeddedEngine:
     return EmbeddedEngine(
         model or tiny_model(),
@@ -90,7 +89,6 @@ def make_engine(
         records_experts=records_experts,
         prefixes=PrefixRoom(age=prefix_age),
         guesses=guesses,
-        owns_model=owns_model,
     )
 
 

@@ -15,7 +15,7 @@ from tests.models.tiny import tiny_model
 from tests.models.zoo import tiny
 
 from midflight.engines.embedded.engine import EmbeddedEngine, Generated
-from midflight.engines.embedded.table import Ints, Prefixes
+from midflight.engines.embedded.prefixes import Ints, Prefixes
 from midflight.types import GenerateRequest, PauseMode
 
 # --- The tree ---------------------------------------------------------------------------------------------------------

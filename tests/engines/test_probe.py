@@ -13,7 +13,7 @@ from tests.engines.test_contract import running
 from tests.engines.test_runner import reference_logprobs
 from tests.engines.test_scoring import ragged, reference
 from tests.models.tiny import tiny_model
-from tests.models.zoo import ZOO, tiny
+from tests.models.zoo import ORDINARY, ZOO, tiny
 
 from midflight.engines.embedded import probe
 from midflight.engines.embedded.attention import Bucket, Reach
@@ -22,6 +22,7 @@ from midflight.engines.embedded.probe import Manner, engine_verdict
 from midflight.engines.embedded.states import States
 from midflight.errors import ConfigError
 from midflight.models.proof import TOLERANCE, Way
+from midflight.run.launcher.checks.proofs import proofs
 from midflight.types.facts import record_nothing
 
 SINCE_5_24 = Way.PACKED if Version(transformers.__version__) >= Version("5.24") else Way.FALLBACK
@@ -51,7 +52,7 @@ def test_architectures_share_steps_go_alone_are_computed_whole_or_are_refused(na
         )
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "llama4-text", "diffllama", "falcon-alibi"])
+@pytest.mark.parametrize("name", [*ORDINARY, "gemma2", "gpt_oss", "llama4-text", "diffllama", "falcon-alibi"])
 def test_what_is_served_agrees_with_the_plain_forward(name: str) -> None:
     requests = [ask("a", request_id="0", max_tokens=20), *(ask("the same prompt", request_id=f"{1 + i}", seed=i) for i in range(3))]
     generations = make_engine(tiny(name), max_batch_tokens=8, max_running=3).generate_all(requests)
@@ -133,10 +134,16 @@ def test_the_small_copy_of_a_large_model_is_found_to_be_what_the_model_is(name: 
     assert (other, copied.way) == (manner, verdict.way)
 
 
-def test_an_ordinary_model_goes_without_its_modules_and_attends_afterwards_as_before() -> None:
+def test_an_ordinary_model_shares_steps_and_attends_afterwards_as_before() -> None:
     model = tiny_model()
-    assert probe._judge(model, max_context=64, max_batch_tokens=64)[0] == Manner(plain=True)
+    assert probe._judge(model, max_context=64, max_batch_tokens=64)[0] == Manner()
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_model_that_was_tried_is_as_it_was_and_can_be_written() -> None:
+    model = tiny("llama")
+    assert [proof.way for proof in proofs(model, max_context=64)] == [Way.PACKED] * 3
+    assert all(parameter.is_contiguous() for parameter in model.parameters())
 
 
 def test_a_model_that_does_not_run_is_refused_with_what_it_said() -> None:

@@ -2,8 +2,9 @@ import os
 
 import pytest
 import torch
-from tests.engines.models import ask, make_engine
+from tests.engines.models import MemoryReceiver, ask, make_engine
 from tests.models.tiny import MAX_CONTEXT, tiny_model
+from tests.models.zoo import tiny
 from transformers import (
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
@@ -17,7 +18,8 @@ from transformers import (
 )
 
 from midflight.engines.embedded.attention import KvCache, StepPlaces
-from midflight.engines.embedded.engine import Generated
+from midflight.engines.embedded.engine import EmbeddedEngine, Generated
+from midflight.models.names import named_tensors
 from midflight.observe.memory import resident_bytes
 from midflight.types import GenerateRequest
 
@@ -30,6 +32,13 @@ def reference_logprobs(model: PreTrainedModel, request: GenerateRequest, generat
     start = len(request.input_ids)
     rows = torch.log_softmax(logits, -1)[start - 1 : -1]
     return rows.gather(-1, ids[0, start:, None])[:, 0]
+
+
+def assert_serves(engine: EmbeddedEngine, model: PreTrainedModel) -> None:
+    """That the engine generates with the log-probabilities of a plain forward of `model`."""
+    for request, generation in zip(REQUESTS, engine.generate_all(REQUESTS), strict=True):
+        difference = reference_logprobs(model, request, generation) - torch.tensor(generation.logprobs, dtype=torch.float64)
+        assert difference.abs().max() < 1e-5
 
 
 REQUESTS = [
@@ -57,6 +66,35 @@ def test_a_served_model_still_computes_plain_forwards() -> None:
     make_engine(model).generate_all([ask()])
     ids = torch.randint(0, 262, (2, 9))
     assert torch.allclose(model(input_ids=ids).logits, plain(input_ids=ids).logits, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_the_weights_that_lie_in_the_model_are_those_it_is_served_with(name: str) -> None:
+    """Also after others were written into the same memory, or put in their place."""
+    model = tiny(name)
+    engine = make_engine(model)
+    for tensor, new in zip(named_tensors(model).values(), named_tensors(tiny(name, seed=1)).values(), strict=True):
+        tensor.copy_(new)
+    assert_serves(engine, tiny(name, seed=1))
+    model = tiny(name)
+    engine = make_engine(model)
+    for parameter, new in zip(model.parameters(), tiny(name, seed=2).parameters(), strict=True):
+        parameter.data = new.data.clone()
+    assert_serves(engine, tiny(name, seed=2))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
+def test_a_version_is_swapped_without_copying_and_none_is_computed_with_anothers_weights(name: str) -> None:
+    receiver = MemoryReceiver()
+    engine = make_engine(tiny(name), receiver=receiver)
+    for version in (1, 2, 3):
+        engine._weights.stage(receiver.publish(version, tiny(name, seed=version)))
+        staged = engine._weights._staged.tensors  # type: ignore[union-attr]
+        before = {key: tensor.data_ptr() for key, tensor in staged.items()}  # type: ignore[union-attr]
+        assert_serves(engine, tiny(name, seed=version - 1 if version > 1 else 0))
+        engine._commit(version)
+        assert_serves(engine, tiny(name, seed=version))
+        assert {key: tensor.data_ptr() for key, tensor in named_tensors(engine._model).items()} == before
 
 
 def other_architectures() -> dict[str, PreTrainedModel]:

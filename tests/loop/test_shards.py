@@ -146,9 +146,6 @@ class Process:
     async def take(self, train_version: Version) -> PackedBatch:
         return await self._asked(lambda ring: ring.system.take(train_version))
 
-    async def ahead(self, train_version: Version, *, tokens: int) -> PackedBatch | None:
-        raise AssertionError("nothing is begun early")
-
     async def done(self, step: Stepped) -> None:
         async def once(ring: SmallRing) -> None:
             with suppress(UnknownLease):  # as `StepBook`: the report of before its death was kept, and its answer lost

@@ -68,13 +68,6 @@ class Watched:
     def num_steps(self) -> int:
         return self._trainer.num_steps
 
-    @property
-    def early_tokens(self) -> int:
-        return self._trainer.early_tokens
-
-    def begin(self, groups: PackedBatch) -> None:
-        self._trainer.begin(groups)
-
     def step(self, batch: PackedBatch) -> StepReport:
         self.batches.append(batch)
         self.reports.append(self._trainer.step(batch))

@@ -265,6 +265,7 @@ ZOO: dict[str, Tiny] = {
     for name, entry in {**DENSE, **MIXTURES, **HYBRIDS, **LATER, **ENCODERS, **MULTIMODAL}.items()
     if entry.kind in CONFIG_MAPPING
 }
+ORDINARY = ("llama", "llama-yarn", "mistral", "ministral", "qwen2", "qwen2-sliding", "qwen3")
 SIX_HYBRIDS = ("qwen3_5-text", "qwen3_next", "granitemoehybrid", "lfm2", "falcon_h1", "nemotron_h")
 
 

@@ -78,10 +78,6 @@ class Service:
         await asyncio.sleep(self.seconds)
         return one_batch(train_version)
 
-    async def ahead(self, train_version: Version, *, tokens: int) -> PackedBatch | None:
-        await asyncio.sleep(self.seconds)
-        return one_batch(train_version) if (train_version, tokens) == (0, 9) else None
-
     async def take_within(self, train_version: Version, *, seconds: float) -> PackedBatch | None:
         return await self.take(train_version) if self.seconds <= seconds else await asyncio.sleep(seconds)
 
@@ -566,12 +562,11 @@ def test_a_take_that_may_wait_so_long_and_no_longer_answers_204() -> None:
     run_virtual(main)
 
 
-def test_groups_ahead_of_a_batch_are_given_in_no_lease_and_204_says_that_the_batch_is_there() -> None:
+def test_what_is_gone_is_refused_by_name_with_its_replacement() -> None:
     async def main() -> None:
         async with site(service=Service()) as at:
-            assert from_bytes((await at.post("/ahead", {"version": 0, "tokens": 9})).content).train_version == 0
-            assert (await at.post("/ahead", {"version": 1, "tokens": 9})).status_code == 204
-            assert (await at.post("/ahead", {"version": -1, "tokens": 9})).status_code == 400
+            answer = await at.post("/ahead", {"version": 0, "tokens": 9})
+            assert answer.status_code == 400 and "Use POST take" in answer.json()["error"]["message"]
             assert at.service.said == []
 
     run_virtual(main)

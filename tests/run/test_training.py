@@ -29,9 +29,6 @@ class Said:
         made = SimpleNamespace(lease=train_version, train_version=train_version, rewards=rewards, loss_mask=np.ones(1))
         return cast(PackedBatch, made)
 
-    async def ahead(self, train_version: Version, *, tokens: int) -> PackedBatch | None:
-        return None
-
     async def done(self, report: Stepped) -> None:
         self.facts.append(("done", report.version))
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.models.zoo import SIX_HYBRIDS, tiny, tiny_encoder
+from tests.models.zoo import ORDINARY, SIX_HYBRIDS, tiny, tiny_encoder
 from transformers import PreTrainedModel
 
 from midflight.errors import ConfigError
 from midflight.models import proof
 from midflight.models.proof import Way, attention_of
+from midflight.models.sizes import ModelSizes
 from midflight.trainer.model import probe
 from midflight.trainer.model.attention import Runs
 from midflight.trainer.model.layers import recompute_activations
@@ -20,7 +21,7 @@ from midflight.trainer.model.policy import Policy
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("name", [*SIX_HYBRIDS, "gemma2", "gpt_oss", "llama4-text", "electra"])
+@pytest.mark.parametrize("name", [*ORDINARY, *SIX_HYBRIDS, "gemma2", "gpt_oss", "llama4-text", "electra"])
 def test_these_train_packed(name: str) -> None:
     """Recurrences, convolutions, capped scores, sinks, attention within chunks, and an output layer narrower than what stands before it."""
     found = probe.prove(tiny(name))
@@ -142,6 +143,45 @@ def test_recomputed_layers_of_a_recurrent_model_give_the_same_gradient() -> None
         policy(micro, temperature=1.0)[0].sum().backward()
         gradients.append([p.grad for p in policy.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True) if a is not None)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_what_is_kept_for_the_backward_is_what_the_dry_run_counts(recomputes: bool) -> None:
+    """Numbers of a token, in all layers: each memory once, without what is there anyway."""
+    model = tiny("qwen3")
+    policy = Policy(model)
+    if recomputes:
+        recompute_activations(model)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def kept(length: int) -> tuple[int, int]:
+        """Numbers that are kept of four rows with nothing in common, and the tokens of these."""
+        rows = np.random.default_rng(0).integers(3, 250, 4 * length).astype(np.int32)
+        rows[::length] = range(4)
+        predictions = predictions_of(rows, np.arange(0, 4 * length + 1, length, dtype=np.int32), mask=np.ones(len(rows), np.bool_))
+        (micro,) = split(predictions, np.arange(4 * (length - 1)), budget=10**6, device=CPU)
+        found: dict[int, int] = {}
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            memory = tensor.untyped_storage()
+            if tensor.is_floating_point() and memory.data_ptr() not in own:
+                found[memory.data_ptr()] = memory.nbytes() // 4
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            hidden = policy._hidden(micro)
+        del hidden
+        return sum(found.values()), micro.input_ids.numel()
+
+    few, many = kept(20), kept(120)
+    config = model.config
+    sizes = ModelSizes(
+        262, config.hidden_size, config.intermediate_size, 2, config.num_attention_heads, config.num_key_value_heads, config.head_dim, 256
+    )
+    last_norm = 2 * sizes.hidden_size
+    of_shared_rows = 2 * sizes.num_kv_heads * sizes.head_dim
+    counted = sizes.num_layers * (sizes.hidden_size if recomputes else sizes.activations_per_layer - of_shared_rows)
+    assert (many[0] - few[0]) / (many[1] - few[1]) == pytest.approx(counted + last_norm, rel=0.05)
 
 
 def test_rows_under_each_other_are_taken_from_the_flat_row_and_put_back() -> None:

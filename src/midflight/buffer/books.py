@@ -273,23 +273,6 @@ class Books:
         trimmed = [trimmed for _, _, trimmed in chosen]
         return self._leased(train_version, sorted(trimmed, key=lambda one: one.group.key))
 
-    def ahead(
-        self, train_version: Version, *, beyond: int, tokens: int
-    ) -> list[tuple[int, Group]] | None:
-        """Groups that the batch will have, unless older ones come before it is whole, each with its
-        order. Only groups that finished after the `beyond`-th count. There are none while these
-        have fewer than `tokens` tokens to train on. Returns `None` if the batch is there.
-        """
-        if train_version < self._next:
-            return None
-        if train_version > self._next:
-            return []
-        waiting = self._waiting.values()
-        if sum(finished.num_tokens for finished in waiting if finished.order > beyond) < tokens:
-            return []
-        oldest = self._aged(train_version)[: self._limits.groups_per_step]
-        return [(order, trimmed.group) for _, order, trimmed in oldest if order > beyond]
-
     def _aged(self, train_version: Version) -> list[tuple[Version, int, TrimmedGroup]]:
         """The groups that wait, as that step would train on them, each with its oldest version and
         its order of finishing. They are sorted by these two.

@@ -4,7 +4,6 @@
 |---------|-----------------------------------------------|--------------------------|-----------------------|
 | `admit` | credit, room in the buffer, slots for a group | facts that books applied | `close`, cancellation |
 | `take`  | B groups that may be left without the others  | facts that books applied | `close`, cancellation |
-| `ahead` | groups of so many tokens more, or the batch   | facts that books applied | `close`, cancellation |
 """
 
 import asyncio
@@ -15,7 +14,7 @@ from typing import TypeVar
 from midflight.buffer.books import Books
 from midflight.buffer.groups import Wait
 from midflight.errors import Stopping
-from midflight.types import Batch, Group, GroupKey, Task, Version
+from midflight.types import Batch, GroupKey, Task, Version
 from midflight.types.facts import Admitted, Record, Waited
 
 T = TypeVar("T")
@@ -60,8 +59,6 @@ class GroupQueue:
         self._changed = asyncio.Event()
         self._stopping = False
         self._waits: dict[str, OpenWait] = {}
-        self._given: tuple[Version, int] = (-1, 0)
-        """The step for which `ahead` gave groups, and the order of the last of them."""
 
     @property
     def waits(self) -> Mapping[str, OpenWait]:
@@ -118,23 +115,6 @@ class GroupQueue:
                 return await self._until(lambda: self._lease(train_version), who="trainer")
         finally:
             self.wake()
-
-    async def ahead(self, train_version: Version, *, tokens: int) -> tuple[Group, ...]:
-        """Waits until groups of that step's batch with at least so many `tokens` have finished.
-        Returns them, each group once, or nothing if the batch is there. It leases nothing: a caller
-        that works on these groups beforehand learns from the batch whether they are in it.
-        """
-        if self._given[0] != train_version:
-            self._given = (train_version, 0)
-        while not self._stopping:
-            found = self._books.ahead(train_version, beyond=self._given[1], tokens=tokens)
-            if found is None:
-                break
-            if found:
-                self._given = (train_version, max(order for order, _ in found))
-                return tuple(group for _, group in found)
-            await self._changed.wait()
-        return ()
 
     def _admit(
         self, draw: Callable[[], GroupKey | Wait], task_of: Callable[[GroupKey], Task]

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from midflight.config.derived import machine_bytes, num_engines, served_dtype, trains_by_hand
+from midflight.config.derived import machine_bytes, num_engines, served_dtype
+from midflight.config.memory import kept_of_token
 from midflight.config.model import ModelSection
 from midflight.config.sections import Config
 from midflight.errors import ModelNotFound
@@ -39,8 +40,7 @@ def default_context(config: Config) -> tuple[int, int] | None:
     if engine.kind == "embedded":
         slots = num_engines(engine) * engine.max_running
         in_slots = slots * sizes.kv_bytes_per_token(served_dtype(config))
-    activations = sizes.activations_per_layer(by_hand=trains_by_hand(config, sizes))
-    in_trainer = element_bytes(config.model.dtype) * sizes.num_layers * activations
+    in_trainer = element_bytes(config.model.dtype) * kept_of_token(config, sizes)
     fits_slots = _context_room(engine.device) // max(in_slots, 1)
     fits_trainer = _context_room(config.trainer.device) // in_trainer
     fits = min(fits_slots, fits_trainer) // CONTEXT_STEP * CONTEXT_STEP

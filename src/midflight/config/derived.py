@@ -274,20 +274,7 @@ def model_sizes(model: ModelSection) -> ModelSizes:
         num_kv_heads=model.num_kv_heads,
         head_dim=model.hidden_size // model.num_heads,
         max_context=model.max_context,
-        family=MADE_ARCHITECTURE,
     )
-
-
-def trains_by_hand(config: Config, sizes: ModelSizes) -> bool:
-    """True if the trainer computes the model without its modules (`trainer.model.plain`), which
-    keeps half as much for the backward pass.
-    """
-    t = config.trainer
-    if t.activation_checkpointing or t.compile or t.compute_dtype != "auto":
-        return False
-    if config.lora.rank is not None:
-        return False
-    return sizes.is_plain and config.model.dtype == "float32" and t.ranks == 1
 
 
 def engines_option(config: Config) -> str:

@@ -21,7 +21,6 @@ from midflight.config.derived import (
     num_workers,
     served_dtype,
     trained_parameters,
-    trains_by_hand,
 )
 from midflight.config.disk import held_versions
 from midflight.config.environment import EnvironmentSection
@@ -221,24 +220,28 @@ def _trainer_memory(config: Config, sizes: ModelSizes, *, tokens: int) -> Iterat
 
 def activation_bytes(config: Config, sizes: ModelSizes, tokens: int) -> int:
     """The bytes that a micro-batch takes: the numbers that the backward pass needs of each layer,
-    the logits that are made at once, and the product of the largest matrix. By hand the weights
-    with the norm's scale in them come on top.
+    the logits that are made at once, and the product of the largest matrix.
     """
-    by_hand = trains_by_hand(config, sizes)
-    per_layer = sizes.activations_per_layer(by_hand=by_hand)
-    kept = tokens * sizes.num_layers * per_layer
-    if config.lora.rank is not None:
-        # The output of a product is free again when its adapter's output is added, but kept numbers
-        # lie between: malloc gives none of it back (measured).
-        kept += tokens * sizes.num_layers * sizes.outputs_per_layer
-    if config.trainer.activation_checkpointing:
-        kept = tokens * (sizes.num_layers * sizes.hidden_size + per_layer)
-    joined = sizes.num_layers * sizes.num_joined_parameters if by_hand else 0
+    kept = tokens * kept_of_token(config, sizes)
     logits = LOGIT_COPIES * min(sizes.vocab_size * tokens, LOGITS_AT_ONCE)
     table = sizes.vocab_size * sizes.hidden_size
     element = element_bytes(config.model.dtype)
     # Logits and the table are in float32 at least.
-    return element * (kept + joined) + max(4, element) * (logits + table)
+    return element * kept + max(4, element) * (logits + table)
+
+
+def kept_of_token(config: Config, sizes: ModelSizes) -> int:
+    """The numbers of a token that the backward pass needs: those that all layers keep, and about as
+    many as one layer keeps while its gradients are made.
+    """
+    per_layer = sizes.activations_per_layer
+    if config.lora.rank is not None:
+        # The output of a product is free again when its adapter's output is added, but kept numbers
+        # lie between: malloc gives none of it back (measured).
+        per_layer += sizes.outputs_per_layer
+    if config.trainer.activation_checkpointing:
+        return sizes.num_layers * sizes.hidden_size + per_layer
+    return (sizes.num_layers + 1) * per_layer
 
 
 # --- Engines --------------------------------------------------------------------------------------
@@ -319,24 +322,11 @@ def _weights_memory(config: Config, sizes: ModelSizes) -> int:
     """
     handed = handed_bytes(config, sizes)
     if config.engine.kind == "embedded":
-        each = _own_weights(config, sizes, handed)
+        # The version that it serves and the one that comes.
+        each = sizes.weight_bytes(served_dtype(config)) + handed
     else:
         each = _weights_beside_server(config, sizes, handed)
     return num_engines(config.engine) * (each + config.weights.delta * handed)
-
-
-def _own_weights(config: Config, sizes: ModelSizes, handed: int) -> int:
-    """The weights of one engine of our own: the version that it serves, the one that comes, and
-    both once more if it packs them.
-    """
-    dtype = served_dtype(config)
-    weights = sizes.weight_bytes(dtype) + handed
-    if config.lora.rank is not None:
-        return weights
-    weights += sizes.joined_bytes(dtype)
-    if config.engine.device == "cpu":
-        weights += 2 * sizes.packed_bytes(dtype)
-    return weights
 
 
 def _weights_beside_server(config: Config, sizes: ModelSizes, handed: int) -> int:
@@ -354,9 +344,7 @@ def _weights_beside_server(config: Config, sizes: ModelSizes, handed: int) -> in
 
 
 def _teacher_memory(config: Config, *, longest: int) -> Iterator[MemoryItem]:
-    """`longest` is the number of tokens of the longest row. The teacher multiplies by its modules,
-    so it packs nothing.
-    """
+    """`longest` is the number of tokens of the longest row."""
     if config.distillation.teacher is None:
         return
     sizes = sizes_of(config.distillation.teacher)

@@ -62,6 +62,8 @@ MICRO_STEP = 256
 """The tokens of a micro-batch that memory bounds are a multiple of this."""
 LEAST_MICRO = 512
 """A micro-batch has at least this many tokens, because smaller ones leave processors idle."""
+GPU_MICRO = 4096
+"""The tokens of a micro-batch on a GPU, which more tokens keep busy."""
 ACTIVATIONS_SHARE = 8
 """The activations of a micro-batch may take one part in eight of the memory."""
 
@@ -117,12 +119,12 @@ def max_tokens(max_context: int) -> int:
 
 
 def micro_batch_tokens(config: Config, sizes: ModelSizes) -> int:
-    """Returns as many tokens as the trainer's ranks have memory for. The memory of a GPU is not
-    known here, so the section's default is used there.
+    """Returns as many tokens as the trainer's ranks have memory for, of those that make a CPU
+    faster. The memory of a GPU is not known here.
     """
-    most = TrainerSection().micro_batch_tokens
     if config.trainer.device != "cpu":
-        return most
+        return GPU_MICRO
+    most = TrainerSection().micro_batch_tokens
     room = machine_bytes() // ACTIVATIONS_SHARE
     for tokens in range(most, LEAST_MICRO, -MICRO_STEP):
         if config.trainer.ranks * activation_bytes(config, sizes, tokens) <= room:

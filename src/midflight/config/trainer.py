@@ -21,10 +21,10 @@ class TrainerSection(Section):
     """AdamW's decoupled decay; larger shrinks weights more."""
     max_grad_norm: Above0 = 1.0
     """Gradients of larger L2 norm are scaled down to it."""
-    micro_batch_tokens: Positive = 4096
-    """Tokens of one forward and backward; larger is faster and takes more memory. Default with
-    `model.path` on CPUs: as many as an eighth of the machine's memory holds activations of, from
-    512 to 4096.
+    micro_batch_tokens: Positive = 2048
+    """Tokens of one forward and backward; larger takes more memory, and is faster on GPUs alone.
+    Default with `model.path`: 4096 on GPUs; on CPUs as many as an eighth of the machine's memory
+    holds activations of, from 512 to 2048.
     """
     updates_per_step: Positive = 1
     """Mini-batch updates in a step; above 1 the proximal policy is computed at the step's start."""

@@ -2,7 +2,7 @@
 their dtypes in torch, safetensors and the configuration.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -117,39 +117,6 @@ def as_bytes(tensors: Mapping[str, Tensor]) -> Iterator[tuple[TensorSpec, memory
         flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         spec = TensorSpec(name, dtype_name(tensor.dtype), tuple(tensor.shape), 0, flat.numel())
         yield spec, flat.numpy().data
-
-
-def side_by_side(tensors: Sequence[Tensor], *, turned: bool = False) -> Tensor | None:
-    """The tensors as one along their first dimension, without copying. `None` if they do not lie
-    side by side in one storage. They must lie one after the other or, if `turned`, each must be a
-    stretch of the columns of one matrix in memory.
-    """
-    first = tensors[0]
-    end = first.data_ptr()
-    num = sum(map(len, tensors))
-    for tensor in tensors:
-        lies_so = tensor.stride() == (1, num) if turned else tensor.is_contiguous()
-        if not lies_so or tensor.data_ptr() != end:
-            return None
-        if tensor.dtype != first.dtype or tensor.shape[1:] != first.shape[1:]:
-            return None
-        if tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            return None
-        end += len(tensor) * tensor.itemsize if turned else tensor.nbytes
-    return first.as_strided((num, *first.shape[1:]), first.stride())
-
-
-def put_together(tensors: Sequence[Tensor], *, turned: bool = False) -> Sequence[Tensor]:
-    """The same tensors side by side in one storage, which is new unless they lie so already. See
-    `side_by_side`.
-    """
-    if side_by_side(tensors, turned=turned) is not None:
-        return tensors
-    if turned:
-        whole = torch.cat([tensor.t() for tensor in tensors], 1).t()
-    else:
-        whole = torch.cat(list(tensors))
-    return whole.split([len(tensor) for tensor in tensors])
 
 
 def _tensor(spec: TensorSpec, view: memoryview, memory: Tensor) -> Tensor:

@@ -27,21 +27,6 @@ from safetensors import SafetensorError, safe_open
 from midflight.errors import ConfigError, ModelNotFound, nearest
 from midflight.types import TensorSpec
 
-FAMILIES = frozenset({"llama", "ministral", "mistral", "qwen2", "qwen3"})
-"""Architectures that are plain (`models.plain`) and nothing else. Other architectures have the same
-parts, but multiply something in between.
-"""
-
-TURNED_BYTES = 2**26
-"""Up to this size a plain model's weights lie [in, out] in an engine's memory on a CPU: products of
-few rows then take up to half the time (MKL, AVX2). A larger model's weights are packed.
-"""
-PACKED_BYTES = 2**32
-"""Up to this size an engine multiplies with packed copies of a plain model's weights on a CPU. For
-a larger model, a second copy, and a third while a version comes in, would take more memory than the
-time is worth.
-"""
-
 DTYPE_BYTES = {
     "F64": 8,
     "F32": 4,
@@ -93,12 +78,6 @@ class ModelSizes:
     tied: bool = True
     stored: int = 0
     """Numbers in the files of its weights. It is 0 if there are none yet."""
-    family: str = ""
-    """`model_type` of its configuration."""
-
-    @property
-    def is_plain(self) -> bool:
-        return self.family in FAMILIES
 
     @property
     def num_heads_of_product(self) -> int:
@@ -106,23 +85,15 @@ class ModelSizes:
         return self.num_heads + 2 * self.num_kv_heads
 
     @property
-    def num_joined_parameters(self) -> int:
-        """The parameters of the two products of a layer that have a norm before them."""
-        heads = self.num_heads_of_product * self.head_dim
-        return self.hidden_size * (heads + 2 * self.intermediate_size)
-
-    def activations_per_layer(self, *, by_hand: bool) -> int:
-        """Numbers of a token that a layer keeps for the backward pass.
-
-        If it is computed by hand (`trainer.model.plain`), it keeps two normed states; queries, keys
-        and values, and keys and values once more for rows that go on from shared ones; the result
-        of attention, as it was made and as the next product reads it; gate and up. If it is
-        computed by modules, it keeps the same as `transformers`' Llama.
+    def activations_per_layer(self) -> int:
+        """Numbers of a token that a layer keeps for the backward pass, as those of `transformers`'
+        Qwen3 do: of each of two norms its input, the normed numbers and these times its scale;
+        queries, keys and values; of the norms of their heads inputs and normed numbers; keys and
+        values once more for rows that go on from shared ones; the result of attention, as it was
+        made and as the next product reads it; gate, its activation, up and their product.
         """
-        if by_hand:
-            heads = self.num_heads_of_product + 2 * self.num_heads + 2 * self.num_kv_heads
-            return 2 * self.hidden_size + heads * self.head_dim + 2 * self.intermediate_size
-        return 14 * self.hidden_size + 3 * self.intermediate_size
+        heads = 5 * self.num_heads + 6 * self.num_kv_heads
+        return 6 * self.hidden_size + heads * self.head_dim + 4 * self.intermediate_size
 
     @property
     def outputs_per_layer(self) -> int:
@@ -142,26 +113,6 @@ class ModelSizes:
             return self.stored
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
         return embeddings + self.num_layers * self.num_layer_parameters + self.hidden_size
-
-    def packed_bytes(self, dtype: str) -> int:
-        """The size of the packed copies that an engine on a CPU multiplies with. An output layer
-        that is tied to the embeddings has a copy too.
-        """
-        if not self.is_plain or dtype != "float32":
-            return 0
-        weights = self.weight_bytes(dtype)
-        return weights if TURNED_BYTES < weights <= PACKED_BYTES else 0
-
-    def joined_bytes(self, dtype: str) -> int:
-        """The size of an engine's second copy of those weights that are multiplied as one: it lays
-        them side by side while the version that they come from is still there. Weights that are
-        packed are not laid out, and the copy of a small model is not counted.
-        """
-        if not self.is_plain or self.weight_bytes(dtype) <= TURNED_BYTES:
-            return 0
-        if self.packed_bytes(dtype):
-            return 0
-        return element_bytes(dtype) * self.num_layers * self.num_joined_parameters
 
     def num_adapter_parameters(self, rank: int) -> int:
         """The parameters of low-rank adapters of all linear layers but the output layer."""
@@ -221,7 +172,6 @@ def sizes_of(folder: Path) -> ModelSizes:
         max_context=max_positions(whole),
         tied=tied,
         stored=_num_stored(folder),
-        family=str(text.get("model_type", whole.get("model_type", ""))),
     )
 
 

@@ -70,19 +70,7 @@ class SimulatedTrainer:
         self.batches: list[PackedBatch] = []
         self.released: list[Version] = []
         self.passed_over: list[Version] = []
-        self.begun: list[PackedBatch] = []
-        """The parts of batches that were worked on before the batch was whole."""
         self._on_step = on_step
-
-    @property
-    def early_tokens(self) -> int:
-        return 1
-
-    def begin(self, groups: PackedBatch) -> None:
-        assert groups.train_version == self.version, (
-            f"groups for version {groups.train_version} at {self.version}"
-        )
-        self.begun.append(groups)
 
     def step(self, batch: PackedBatch) -> SimulatedReport:
         assert batch.train_version == self.version, (
@@ -121,9 +109,6 @@ class SlowSteps:
 
     async def take(self, train_version: Version) -> PackedBatch:
         return await self._service.take(train_version)
-
-    async def ahead(self, train_version: Version, *, tokens: int) -> PackedBatch | None:
-        return await self._service.ahead(train_version, tokens=tokens)
 
     async def done(self, step: Stepped) -> None:
         """Waits for the step's duration, then for the service."""

@@ -328,16 +328,6 @@ class Objective:
         reduction: Callable[..., Tensor] = getattr(reductions, name)
         return call(reduction, values)
 
-    def over_ones(self, over: Denominators) -> float:
-        """The factor that makes the whole loss of a sum over 1 token and 1 rollout, and over the
-        tokens of each rollout: every reduction is linear in 1 / tokens and in 1 / rollouts.
-        """
-        loss = torch.ones(1, dtype=torch.float64)
-        rollout = torch.zeros(1, dtype=torch.int64)
-        ones = Denominators(1, 1, rollout + 1)
-        whole = Denominators(over.num_tokens, over.num_rollouts, rollout + 1)
-        return float(self.reduce(loss, rollout, over=whole) / self.reduce(loss, rollout, over=ones))
-
 
 def count_tokens(rollout: Int[Tensor, " T"], *, num_rollouts: int) -> Denominators:
     """The denominators of tokens that lie in these rollouts."""

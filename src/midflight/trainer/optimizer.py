@@ -54,13 +54,6 @@ def clear_gradients(model: nn.Module) -> None:
             parameter.grad.zero_()
 
 
-def scale_gradients(model: nn.Module, factor: float) -> None:
-    """Multiplies every gradient that there is."""
-    for _, parameter in named_parameters(model):
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor)
-
-
 def clipped_step(optimizer: AdamW, *, learning_rate: float, max_norm: float) -> float:
     """Clips gradients to an L2 norm and steps. Returns the norm before clipping.
 

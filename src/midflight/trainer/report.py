@@ -79,8 +79,6 @@ class StepRecord:
     """Updates that an alarm kept from being made."""
     num_micro_batches: int = 0
     num_oversized: int = 0
-    num_early: int = 0
-    """Tokens of groups that were begun before the batch was whole."""
     critic: Mapping[str, float] = field(default_factory=dict[str, float])
     """A critic's measurements, by name."""
 
@@ -197,7 +195,6 @@ def _step_metrics(
         "tokens/trained": float(tokens.num_tokens),
         "rows/oversized": float(record.num_oversized),
         "step/micro_batches": float(record.num_micro_batches),
-        "step/early_share": record.num_early / max(1, tokens.num_tokens),
         "step/updates_skipped": float(record.num_skipped),
         "step/alarms": float(len(record.alarms)),
         "step/learning_rate": learning_rate,

@@ -10,7 +10,7 @@ optimiser's step.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -22,13 +22,12 @@ from transformers import PreTrainedModel
 
 from midflight.errors import RunFailed
 from midflight.trainer.critic import Critic
-from midflight.trainer.early import EarlyOptions, EarlyPart, EarlyWork, match_early_work
 from midflight.trainer.formulas import diagnostics
 from midflight.trainer.model.microbatch import Index, MicroBatch
 from midflight.trainer.model.passes import Passes
 from midflight.trainer.model.ranks import Ranks
 from midflight.trainer.objective import Denominators, Factors, Objective, TokenValues, count_tokens
-from midflight.trainer.optimizer import Adam, clear_gradients, clipped_step, scale_gradients
+from midflight.trainer.optimizer import Adam, clear_gradients, clipped_step
 from midflight.trainer.report import StepRecord, StepReport, report_of, token_metrics
 from midflight.trainer.schedule import Schedule
 from midflight.trainer.tokens import LossTokens
@@ -101,7 +100,6 @@ class Stepper:
         optimizer: AdamW,
         adam: Adam,
         schedule: Schedule,
-        ahead: EarlyOptions,
         rules: StepRules,
         ranks: Ranks,
     ) -> None:
@@ -116,41 +114,14 @@ class Stepper:
         self._optimizer = optimizer
         self._adam = adam
         self._schedule = schedule
-        self._ahead = ahead
         self._rules = rules
         self._ranks = ranks
-        self._begun: list[EarlyPart] = []
         self.watch: StepWatch | None = None
         """Told of each token of the steps, if somebody looks at them."""
 
     def learning_rate(self, number: int) -> float:
         """The learning rate of step 0, 1, 2, ..."""
         return self._adam.learning_rate * self._schedule.factor(number)
-
-    @property
-    def early_tokens(self) -> int:
-        """The tokens of groups that are worth `begin`; 0 if nothing can be done early. It is a
-        micro-batch, so that nothing is computed in smaller pieces than with the whole batch.
-        """
-        return self._policy.budget if self._ahead.any else 0
-
-    def begin(self, tokens: LossTokens) -> None:
-        """Does the early work for some groups of the next batch, see `early`."""
-        record = self._new_record(tokens)
-        proximal = self._policy.scores(tokens.predictions) if self._ahead.scores else None
-        reference = None
-        if self._reference is not None:
-            reference = self._reference.scores(tokens.predictions)
-        loss = 0.0
-        if self._ahead.gradient:
-            if not self._begun:
-                clear_gradients(self._model)
-            everything = np.arange(tokens.num_tokens)
-            update = Update(tokens, everything, None, reference, 0.0)
-            counts = count_tokens(tokens.rollout, num_rollouts=tokens.num_rollouts)
-            ones = replace(counts, num_tokens=1, num_rollouts=1)
-            loss = float(self._add(update, everything, None, record, over=ones))
-        self._begun.append(EarlyPart(tokens, record, loss, proximal, reference))
 
     def take(
         self, batch: PackedBatch, tokens: LossTokens, *, number: int, version: Version
@@ -164,9 +135,6 @@ class Stepper:
         return report_of(
             record, batch, tokens, version=version, learning_rate=self.learning_rate(number)
         )
-
-    def _new_record(self, tokens: LossTokens) -> StepRecord:
-        return StepRecord.of(tokens, masks=tuple(self._objective.loss.masks))
 
     # --- Updates ----------------------------------------------------------------------------------
 
@@ -192,21 +160,18 @@ class Stepper:
         self, tokens: LossTokens, *, version: Version, learning_rate: float
     ) -> StepRecord:
         num_updates = self._rules.updates_per_step
-        record = self._new_record(tokens)
-        begun = match_early_work(tokens, self._begun, self._ahead)
-        self._begun = []
-        begun.note(record)
+        record = StepRecord.of(tokens, masks=tuple(self._objective.loss.masks))
         proximal = None
         if tokens.num_tokens and self._objective.needs_scores(updates_per_step=num_updates):
-            proximal = begun.scores(self._policy, tokens, "proximal")
+            proximal = self._policy.scores(tokens.predictions)
         reference = None
         if tokens.num_tokens and self._reference is not None:
-            reference = begun.scores(self._reference, tokens, "reference")
+            reference = self._reference.scores(tokens.predictions)
         chosen_of_update = tokens.mini_batches(num_updates)
         for number, chosen in enumerate(chosen_of_update):
             progress = number / len(chosen_of_update)
             update = Update(tokens, chosen, proximal, reference, progress)
-            self._one_update(update, record, begun, version=version, learning_rate=learning_rate)
+            self._one_update(update, record, version=version, learning_rate=learning_rate)
         record.num_oversized = self._policy.num_oversized(tokens.predictions)
         clear_gradients(self._model)  # They would take a model's memory until the next step.
         return record
@@ -215,14 +180,12 @@ class Stepper:
         self,
         update: Update,
         record: StepRecord,
-        begun: EarlyWork,
         *,
         version: Version,
         learning_rate: float,
     ) -> None:
-        if not begun.gradient:
-            clear_gradients(self._model)
-        loss = self._accumulate(update, self._factors(update), record, begun)
+        clear_gradients(self._model)
+        loss = self._accumulate(update, self._factors(update), record)
         alarms = diagnostics.alarms(token_metrics(record, update.tokens, update.where))
         record.alarms += [sentence for sentence in alarms if sentence not in record.alarms]
         if alarms and self._rules.on_alarm == "stop":
@@ -254,37 +217,30 @@ class Stepper:
 
     # --- The gradient of an update ----------------------------------------------------------------
 
-    def _accumulate(
-        self, update: Update, whole: Factors | None, record: StepRecord, begun: EarlyWork
-    ) -> float:
+    def _accumulate(self, update: Update, whole: Factors | None, record: StepRecord) -> float:
         """Leaves the gradient of one update in the model and returns its loss."""
         tokens = update.tokens
         over = count_tokens(tokens.rollout[update.where], num_rollouts=tokens.num_rollouts)
-        early = 0.0
-        if begun.gradient:
-            factor = self._objective.over_ones(over)
-            scale_gradients(self._model, factor)
-            early = factor * begun.loss
-        total = self._add(update, begun.left(update.chosen), whole, record, over=over)
+        total = self._add(update, whole, record, over=over)
         record.gather(update.where, self._ranks)
-        return early + float(self._ranks.sum(total))
+        return float(self._ranks.sum(total))
 
     def _add(
         self,
         update: Update,
-        chosen: Index,
         whole: Factors | None,
         record: StepRecord,
         *,
         over: Denominators,
     ) -> Float[Tensor, ""]:
-        """Adds the gradient of the `chosen` tokens to the one in the model; returns this rank's
+        """Adds the gradient of the update's tokens to the one in the model; returns this rank's
         share of their loss.
 
         Tokens of advantage 0 have a gradient of exactly 0 under most objectives: they get a forward
         for the diagnostics and no backward.
         """
         tokens = update.tokens
+        chosen = update.chosen
         live = np.ones(len(chosen), np.bool_)
         if self._objective.needs_advantage:
             live = tokens.advantage.cpu().numpy()[chosen] != 0

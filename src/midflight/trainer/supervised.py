@@ -29,7 +29,7 @@ class SupervisedTrainer:
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
-        micro_batch_tokens: int = 4096,
+        micro_batch_tokens: int = 2048,
         layout: Layout = Layout.PACKED,
     ) -> None:
         self.model = model

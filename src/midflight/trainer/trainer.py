@@ -15,7 +15,6 @@ from midflight.config.sections import Config
 from midflight.errors import RunFailed
 from midflight.trainer.credit import Scoring, scoring_of
 from midflight.trainer.critic import Critic, Valuation, value_model_of
-from midflight.trainer.early import EarlyOptions
 from midflight.trainer.model.layers import compile_layers, recompute_activations
 from midflight.trainer.model.microbatch import Layout
 from midflight.trainer.model.passes import Passes
@@ -28,7 +27,7 @@ from midflight.trainer.own_loss import objective_of
 from midflight.trainer.report import StepReport
 from midflight.trainer.schedule import Schedule
 from midflight.trainer.step import Stepper, StepRules
-from midflight.trainer.tokens import LossTokens, step_tokens
+from midflight.trainer.tokens import step_tokens
 from midflight.trainer.watch import StepWatch
 from midflight.types import PackedBatch, Version
 from midflight.types.digests import StepChain
@@ -50,7 +49,7 @@ class Scale:
     rounding.
     """
 
-    micro_batch_tokens: int = 4096
+    micro_batch_tokens: int = 2048
     compute_dtype: torch.dtype | None = None
     """Precision of forward and backward; None is that of the weights."""
     layout: Layout = Layout.PACKED
@@ -63,13 +62,6 @@ class Scale:
     """True if tokens of a mixture go to the experts that an engine recorded; not in compiled
     layers.
     """
-
-    @property
-    def by_modules(self) -> bool:
-        """True if an option changes the model's modules. A plain family is then computed by its
-        modules, like any other.
-        """
-        return self.activation_checkpointing or self.compile or self.compute_dtype is not None
 
 
 class PolicyTrainer:
@@ -125,11 +117,11 @@ class PolicyTrainer:
         if objective.kl_coefficient:
             held = (reference or copy.deepcopy(model)).requires_grad_(False)
             passes_of_reference = self._passes(
-                self._policy(held, scale), scale, temperature, trains=False
+                Policy(held, scale.layout), scale, temperature, trains=False
             )
         # The critic's model is a copy, and is made before the layers are changed.
         judge = None if valuation is None else value_model_of(model, scale.layout)
-        policy = self._policy(model, scale, replays=scale.routing_replay)
+        policy = Policy(model, scale.layout, replays=scale.routing_replay)
         passes_of_policy = self._passes(policy, scale, temperature)
         self.optimizer = adamw(
             model,
@@ -150,16 +142,9 @@ class PolicyTrainer:
             optimizer=self.optimizer,
             adam=adam,
             schedule=schedule,
-            ahead=EarlyOptions.of(
-                objective, scoring, updates=rules.updates_per_step, ranks=self.ranks.size
-            ),
             rules=rules,
             ranks=self.ranks,
         )
-
-    def _policy(self, model: PreTrainedModel, scale: Scale, *, replays: bool = False) -> Policy:
-        by_hand = self.ranks.size == 1 and not scale.by_modules
-        return Policy(model, scale.layout, replays=replays, by_hand=by_hand)
 
     def _passes(
         self, reader: TokenModel, scale: Scale, temperature: float, *, trains: bool = True
@@ -183,20 +168,6 @@ class PolicyTrainer:
         """The learning rate of the next step."""
         return self._stepper.learning_rate(self.num_steps)
 
-    @property
-    def early_tokens(self) -> int:
-        """The tokens of groups that are worth `begin`; 0 if nothing can be done early."""
-        return self._stepper.early_tokens
-
-    def begin(self, groups: PackedBatch) -> None:
-        """Does the early work for some groups that the next batch is expected to have, see
-        `early`.
-        """
-        check_fits(groups, self.model)
-        tokens = self._tokens(groups, max_missing_share=1.0)
-        if tokens.num_tokens:
-            self._stepper.begin(tokens)
-
     def watch(self) -> StepWatch:
         """Begins to keep the values of each token of the newest step."""
         self._stepper.watch = StepWatch()
@@ -210,22 +181,19 @@ class PolicyTrainer:
                 f"{self.version}. Lease a batch for it."
             )
         check_fits(batch, self.model)
-        tokens = self._tokens(batch, max_missing_share=self._rules.max_missing_share)
+        tokens = step_tokens(
+            batch,
+            self._scoring,
+            max_staleness=self._rules.max_staleness,
+            max_missing_share=self._rules.max_missing_share,
+            dtype=self._dtype,
+            device=self._device,
+        )
         report = self._stepper.take(batch, tokens, number=self.num_steps, version=self.version + 1)
         self.version = report.version
         self.num_steps += 1
         self.num_skipped += report.skipped is not None
         return report
-
-    def _tokens(self, batch: PackedBatch, *, max_missing_share: float) -> LossTokens:
-        return step_tokens(
-            batch,
-            self._scoring,
-            max_staleness=self._rules.max_staleness,
-            max_missing_share=max_missing_share,
-            dtype=self._dtype,
-            device=self._device,
-        )
 
 
 def trainer_of(

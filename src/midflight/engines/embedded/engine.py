@@ -79,12 +79,9 @@ class EmbeddedEngine:
         prefixes: PrefixRoom = PrefixRoom(),
         records_experts: bool = False,
         guesses: int = 0,
-        owns_model: bool = False,
     ) -> None:
         """`prefixes` limits the storage for requests that begin alike. With `records_experts` the
         choices of a mixture's routers are recorded. At most `guesses` tokens are guessed ahead.
-        With `owns_model` nothing else writes to the model's weights, so that copies of them may be
-        used.
 
         Afterwards `warning` says why the model is served more slowly than others. It is empty if
         the model is not.
@@ -102,8 +99,8 @@ class EmbeddedEngine:
             "max_batch_tokens": max_batch_tokens,
             "max_context": max_context,
         }
-        runner, self._manner, self.warning = served(model, packs=owns_model, **sizes)
-        self._weights = EngineWeights(model, receiver, version=version, lay_out=runner.laid_out)
+        runner, self._manner, self.warning = served(model, **sizes)
+        self._weights = EngineWeights(model, receiver, version=version)
         self._scheduler = Scheduler(
             runner, version=version, prefixes=prefixes, routers=routers, guesses=guesses, **sizes
         )

@@ -2,12 +2,11 @@
 model's own numbers. The ways are tried when the model is loaded, and the first that is right serves
 it.
 
-Plain families go without their modules (`PlainRunner`). Sequences share steps and slots where that
-is right (`Runner`), else each goes alone (`SequentialRunner`). If no cache of the model can be
-used, the whole sequence is computed for each token (`WholeRunner`). A model for which nothing is
-right is refused by name. The trial covers prefill at once and in parts, a prefix copied to another
-slot, decodes of several slots with a free one between them, a slot that is used again, and scores
-in one stretch and in several.
+Sequences share steps and slots where that is right (`Runner`), else each goes alone
+(`SequentialRunner`). If no cache of the model can be used, the whole sequence is computed for each
+token (`WholeRunner`). A model for which nothing is right is refused by name. The trial covers
+prefill at once and in parts, a prefix copied to another slot, decodes of several slots with a free
+one between them, a slot that is used again, and scores in one stretch and in several.
 """
 
 import logging
@@ -20,14 +19,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from midflight.engines.embedded.plain import PlainRunner
 from midflight.engines.embedded.prefixes import KeepsSpans
 from midflight.engines.embedded.runner import Runner, StepBatch
 from midflight.engines.embedded.scoring import token_logprobs
 from midflight.engines.embedded.sequential import SequentialRunner
 from midflight.engines.embedded.whole import AnyRunner, WholeRunner
 from midflight.errors import ConfigError
-from midflight.models.plain import is_plain
 from midflight.models.proof import (
     LONGEST,
     TOLERANCE,
@@ -52,8 +49,6 @@ _log = logging.getLogger(__name__)
 class Manner:
     """A way in which the engine computes a model."""
 
-    plain: bool = False
-    """The model goes without its modules."""
     lone: bool = False
     """Each sequence goes alone, in place of all in one pass."""
     serial: bool = False
@@ -65,16 +60,15 @@ class Manner:
 
 
 _MANNERS = (
-    Manner(plain=True),
     Manner(),
     Manner(serial=True),
     Manner(lone=True),
     Manner(lone=True, serial=True),
     Manner(whole=True),
 )
-_found: dict[tuple[str, bool, int, int], tuple[Manner, Proof]] = {}
-"""The earlier results. The key is the configuration, whether the model is plain (it is not with
-adapters or the like in it), and limits. The result does not depend on the weights.
+_found: dict[tuple[str, int, int], tuple[Manner, Proof]] = {}
+"""The earlier results. The key is the configuration, and limits. The result does not depend on the
+weights.
 """
 
 
@@ -89,10 +83,8 @@ def served(
     max_running: int,
     max_context: int,
     max_batch_tokens: int,
-    packs: bool = False,
 ) -> tuple[AnyRunner, Manner, str]:
     """The runner of a model, its way to compute, and a warning for people if that way is slower.
-    `PlainRunner` explains `packs`.
 
     Raises `ConfigError` if no way is right. It names the architecture and the remedy.
     """
@@ -101,7 +93,7 @@ def served(
         raise ConfigError(f"loading the model into the embedded engine: {verdict.reason}")
     if verdict.reason:
         _log.warning("%s", verdict.reason)
-    runner = _runner(model, manner, max_running=max_running, max_context=max_context, packs=packs)
+    runner = _runner(model, manner, max_running=max_running, max_context=max_context)
     # A model that cannot run at all fails now, and not under a request.
     runner.forward(step_batch([(0, 0, np.zeros(1, dtype=np.int64))]))
     return runner, manner, verdict.reason
@@ -111,7 +103,7 @@ def _judge(
     model: PreTrainedModel, *, max_context: int, max_batch_tokens: int
 ) -> tuple[Manner, Proof]:
     described_model = f"{type(model).__name__} {model.config.to_json_string(use_diff=False)}"
-    key = (described_model, is_plain(model), max_context, max_batch_tokens)
+    key = (described_model, max_context, max_batch_tokens)
     if key not in _found:
         before = attention_of(model)
         try:
@@ -199,8 +191,6 @@ def _manners(model: PreTrainedModel, num_tokens: int) -> Sequence[Manner]:
         is_alone = manner.lone or manner.whole
         if by_place and not is_alone:
             continue
-        if manner.plain and not is_plain(model):
-            continue
         ways.append(manner)
     return ways
 
@@ -211,14 +201,11 @@ def _runner(
     *,
     max_running: int,
     max_context: int,
-    packs: bool = False,
 ) -> AnyRunner:
     if manner.whole:
         return WholeRunner(model)
     if manner.lone:
         return SequentialRunner(model, serial=manner.serial)
-    if manner.plain:
-        return PlainRunner(model, max_running=max_running, max_context=max_context, packs=packs)
     return Runner(model, max_running=max_running, max_context=max_context, serial=manner.serial)
 
 

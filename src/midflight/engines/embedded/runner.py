@@ -71,12 +71,6 @@ class Runner:
         self._takes = frozenset(inspect.signature(model.forward).parameters)
         self._no_mask = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=self.device)
 
-    def laid_out(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The weights, by name, as steps use them best: the same values, and if possible the same
-        memory.
-        """
-        return tensors
-
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> Tensor:
         """Logits [R, V] of the wanted tokens; keys, values and states of all tokens are stored."""

@@ -42,10 +42,6 @@ class SequentialRunner:
         self._name = name
         self._caches: dict[int, Any] = {}
 
-    def laid_out(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See `Runner.laid_out`."""
-        return tensors
-
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> Tensor:
         """Returns the logits [R, V] of the wanted tokens, each the last of its sequence. Stores the

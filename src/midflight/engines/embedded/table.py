@@ -7,9 +7,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from midflight.engines.embedded.grammar import Constraint
-
-# The tests of I5 import this name from here.
-from midflight.engines.embedded.prefixes import Prefixes as Prefixes
 from midflight.engines.embedded.sampler import Biases, Masks, Penalties, SamplingBatch
 from midflight.text.detokenizer import StopMatcher
 from midflight.types import Feature, GenerateRequest

@@ -3,7 +3,7 @@ steps (I7).
 """
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -39,12 +39,9 @@ class EngineWeights:
         receiver: WeightReceiver,
         *,
         version: Version,
-        lay_out: Callable[[Tensors], Tensors] = dict,
     ) -> None:
-        """`lay_out` puts tensors by name into memory as the runner wants them."""
         self._model = model
         self._receiver = receiver
-        self._lay_out = lay_out
         self._served = Attestation(version=version, fingerprint=model_fingerprint(model))
         self._shapes = {
             name: (t.shape, t.dtype, t.device) for name, t in named_tensors(model).items()
@@ -132,7 +129,7 @@ class EngineWeights:
         for name, tensor in tensors.items():
             _, dtype, device = self._shapes[name]
             converted[name] = tensor.to(device=device, dtype=dtype)
-        return self._lay_out(converted)
+        return converted
 
 
 def model_fingerprint(model: PreTrainedModel) -> str:

@@ -26,10 +26,6 @@ class WholeRunner:
         self.model = model.eval()
         self._picks_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
-    def laid_out(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See `Runner.laid_out`."""
-        return tensors
-
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> Tensor:
         """Logits [R, V] of the last token of each sequence. Every sequence begins at its first

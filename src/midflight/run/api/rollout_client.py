@@ -45,10 +45,6 @@ class RolloutClient:
     async def take(self, train_version: Version) -> PackedBatch:
         return from_bytes(await self._post("take", {"train_version": train_version}))
 
-    async def ahead(self, train_version: Version, *, tokens: int) -> PackedBatch | None:
-        found = await self._post("ahead", {"version": train_version, "tokens": tokens})
-        return from_bytes(found) if found else None
-
     async def done(self, step: Stepped) -> None:
         await self._post("done", {**msgspec.structs.asdict(step), "now": time.monotonic()})
 

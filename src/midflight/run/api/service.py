@@ -24,13 +24,6 @@ class RolloutService(Protocol):
         """
         ...
 
-    async def ahead(self, train_version: Version, *, tokens: int) -> PackedBatch | None:
-        """Returns groups that the batch of this version is likely to have. They are in no lease,
-        and each is given once. Waits until there are some, with at least `tokens` tokens. Returns
-        None when the batch is there: the batch alone says what the step is made of.
-        """
-        ...
-
     async def done(self, step: Stepped) -> None:
         """The step is over. Its groups are trained, and final with the checkpoint that contains
         them; or they are dropped, if it was skipped.

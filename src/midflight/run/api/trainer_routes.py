@@ -51,10 +51,6 @@ class RestartBody(VersionBody, frozen=True):
     """The number under which the weights go on is not below this one."""
 
 
-class AheadBody(VersionBody, frozen=True):
-    tokens: Annotated[int, Meta(ge=1)]
-
-
 class WeightsBody(StrictBody, frozen=True):
     """Names the weights: `file`, a safetensors file that this machine can read; or all fields of a
     `WeightManifest`, from a trainer that made one.
@@ -105,7 +101,7 @@ class TrainerRoutes:
     def routes(self) -> Sequence[BaseRoute]:
         verbs = {
             "take": self._take,
-            "ahead": self._ahead,
+            "ahead": self._gone,
             "done": self._done,
             "take_back": self._take_back,
             "restart": self._restart,
@@ -139,14 +135,12 @@ class TrainerRoutes:
             return json_answer(batch_as_lists(batch))
         return Response(to_bytes(batch), media_type=PACKED)
 
-    async def _ahead(self, request: Request) -> Response:
-        body = await body_of(request, AheadBody)
-        groups = await with_client(
-            request.receive, self._service.ahead(body.version, tokens=body.tokens)
+    async def _gone(self, request: Request) -> Response:
+        del request
+        raise RequestRejected(
+            "POST ahead is gone: a step begins with its whole batch. Use POST take, which waits for "
+            "it."
         )
-        if groups is None:
-            return Response(status_code=204)
-        return Response(to_bytes(groups), media_type=PACKED)
 
     async def _drawn(self, body: Take) -> PackedBatch | None:
         if body.wait_seconds is None:

@@ -18,7 +18,6 @@ from midflight.engines.relay import relay_steps
 from midflight.models.load import load_model
 from midflight.run.heartbeat import START_SECONDS
 from midflight.run.parts import (
-    TEACHER,
     EngineSpec,
     FirstWork,
     LauncherPipe,
@@ -59,7 +58,6 @@ def make_engine(config: Config, model: Path, *, name: str, version: int) -> Embe
         prefixes=PrefixRoom(section.prefix_mb * 2**20, section.prefix_age),
         records_experts=config.correction.routing_replay,
         guesses=section.guesses,
-        owns_model=name != TEACHER,  # which scores, and multiplies by the modules
     )
 
 

@@ -36,10 +36,6 @@ class Lending:
             fleet.lent = engine
             fleet.hold(engine, OWNER)
 
-    @property
-    def is_on(self) -> bool:
-        return self._engine is not None
-
     @contextmanager
     def while_waiting(self) -> Generator[None]:
         """Enters that the trainer waits during the block, for a batch or for the end."""

@@ -325,15 +325,6 @@ class RolloutSystem:
             self._lending.given(batch.lease)
         return await self._packed(batch)
 
-    async def ahead(self, train_version: Version, *, tokens: int) -> PackedBatch | None:
-        """Returns None if the trainer's cores or GPU are lent to an engine while it waits."""
-        if self._lending.is_on:
-            return None
-        groups = await self.queue.ahead(train_version, tokens=tokens)
-        if not groups:
-            return None
-        return pack(Batch(0, train_version, groups))
-
     async def take_within(self, train_version: Version, *, seconds: float) -> PackedBatch | None:
         """Only the wait for the batch has the deadline: once there is a batch, it is written down
         and given.

@@ -65,10 +65,6 @@ class ShardedRollouts:
         ]
         return merged(train_version, batches)
 
-    async def ahead(self, train_version: Version, *, tokens: int) -> PackedBatch | None:
-        """Always None: no part of a sharded batch is begun before the batch is whole."""
-        return None
-
     async def done(self, step: Stepped) -> None:
         """Reports to each shard the step with its own part."""
         parts = dict(zip(self._shards, self._parts[step.lease], strict=True))

@@ -169,14 +169,6 @@ class Team:
     def chain(self) -> StepChain:
         return self._trainer.chain
 
-    @property
-    def early_tokens(self) -> int:
-        return self._trainer.early_tokens
-
-    def begin(self, groups: PackedBatch) -> None:
-        """Works on groups in a team of one: several ranks wait for whole batches."""
-        self._trainer.begin(groups)
-
     @together()
     def step(self, batch: PackedBatch) -> StepReport:
         if self._trainer.ranks.size > 1:

@@ -2,7 +2,7 @@
 
 | loop | consumes | waits for | unblocked by |
 |---|---|---|---|
-| `TrainingLoop.run` | batches | a batch, or groups of it; its own step; the handover before the last; the write of the checkpoint before | the group queue; the engines' commits; the threads of step and write |
+| `TrainingLoop.run` | batches | a batch; its own step; the handover before the last; the write of the checkpoint before | the group queue; the engines' commits; the threads of step and write |
 """
 
 import asyncio
@@ -55,19 +55,6 @@ class Steps(Protocol):
     def version(self) -> Version: ...
     @property
     def num_steps(self) -> int: ...
-    @property
-    def early_tokens(self) -> int:
-        """The number of tokens of groups that are worth `begin`; 0 if a step needs its whole
-        batch.
-        """
-        ...
-
-    def begin(self, groups: PackedBatch) -> None:
-        """Works on groups of a batch that is not whole yet. The batch says later whether they are
-        in it.
-        """
-        ...
-
     def step(self, batch: PackedBatch) -> Report: ...
 
 
@@ -136,7 +123,6 @@ class TrainingLoop:
         """Steps are reported in their order, even if one report takes longer than the step after
         it.
         """
-        self._early_seconds = 0.0
         self._live: Version | None = None
         self._staged: Version | None = None
 
@@ -154,7 +140,10 @@ class TrainingLoop:
             unpublished = 0
             written: asyncio.Task[None] | None = None
             while not self._over():
-                batch = await self._begun(drawn)
+                with self._doing(
+                    f"waits for the batch of version {self._trainer.version}", whom="rollout"
+                ):
+                    batch = await drawn
                 if self._prefetch and self._trainer.num_steps + 1 < self._steps:
                     drawn = tasks.create_task(self._service.take(batch.train_version + 1))
                 done = await self._step(batch)
@@ -183,30 +172,8 @@ class TrainingLoop:
         with self._doing("waits for the last evaluation", whom="rollout"):
             await self._service.finish(self._trainer.version)
 
-    async def _begun(self, drawn: asyncio.Task[PackedBatch]) -> PackedBatch:
-        """Waits for the batch, and works before that on those of its groups that are there."""
-        version = self._trainer.version
-        self._early_seconds = 0.0
-        while not drawn.done():
-            tokens = self._trainer.early_tokens
-            if not tokens:
-                break
-            with self._doing(f"waits for groups of version {version}", whom="rollout"):
-                groups = await self._service.ahead(version, tokens=tokens)
-            if groups is None:
-                break
-            began = time.monotonic()
-            with self._doing(f"begins version {version + 1}", computes=True):
-                await asyncio.to_thread(self._trainer.begin, groups)
-            self._early_seconds += time.monotonic() - began
-        with self._doing(f"waits for the batch of version {version}", whom="rollout"):
-            return await drawn
-
     async def _step(self, batch: PackedBatch) -> Stepped:
-        """Makes a step. Work that was done before the batch was whole counts as done just before
-        it came.
-        """
-        started = time.monotonic() - self._early_seconds
+        started = time.monotonic()
         with self._doing(f"makes version {batch.train_version + 1}", computes=True):
             report = await asyncio.to_thread(self._trainer.step, batch)
         ended = time.monotonic()

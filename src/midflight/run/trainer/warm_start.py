@@ -91,7 +91,11 @@ async def warm_start(
     held_out = None if target is None else Accuracy(model, lessons, config)
     schedule = Schedule(kind="constant", warmup_steps=20, total_steps=section.max_steps)
     trainer = SupervisedTrainer(
-        model, learning_rate=section.learning_rate, schedule=schedule, layout=layout
+        model,
+        learning_rate=section.learning_rate,
+        schedule=schedule,
+        micro_batch_tokens=config.trainer.micro_batch_tokens,
+        layout=layout,
     )
     loss = None
     accuracy = None

@@ -16,7 +16,6 @@ from midflight.models.routing import routers_of
 from midflight.trainer.model.attention import Runs, attend_raggedly, packed_runs
 from midflight.trainer.model.layers import unpack_mixers
 from midflight.trainer.model.microbatch import Layout, MicroBatch
-from midflight.trainer.model.plain import PlainDecoder, can_be_plain
 from midflight.trainer.model.scores import token_scores
 from midflight.types import PackedBatch
 
@@ -28,15 +27,9 @@ class TokenModel(nn.Module):
     of `model`, under `model.`
     """
 
-    def __init__(
-        self, model: PreTrainedModel, layout: Layout = Layout.PACKED, *, by_hand: bool = True
-    ) -> None:
-        """With `by_hand`, plain families are computed without their modules."""
+    def __init__(self, model: PreTrainedModel, layout: Layout = Layout.PACKED) -> None:
         super().__init__()
         self.layout = layout
-        self._plain: PlainDecoder | None = None
-        if by_hand and layout is Layout.PACKED and can_be_plain(model):
-            self._plain = PlainDecoder(model)
         if layout is Layout.PACKED:
             attend_raggedly(model)
             unpack_mixers(model)
@@ -52,8 +45,6 @@ class TokenModel(nn.Module):
         raise NotImplementedError
 
     def _hidden(self, micro: MicroBatch) -> Float[Tensor, "k H"]:
-        if self._plain is not None:
-            return self._plain.hidden(micro)
         with packed_runs(micro.runs):
             found = self.model.base_model(**self._read(micro))
         hidden: Tensor = found.last_hidden_state.flatten(0, 1)[micro.inputs]
@@ -85,11 +76,10 @@ class Policy(TokenModel):
         layout: Layout = Layout.PACKED,
         *,
         replays: bool = False,
-        by_hand: bool = True,
     ) -> None:
         """With `replays`, tokens of a mixture go to the experts that an engine recorded."""
         routers = routers_of(model) if replays else None
-        super().__init__(model, layout, by_hand=by_hand)
+        super().__init__(model, layout)
         self._has_plain_head = has_plain_head(model)
         self.routers = routers
 
