@@ -81,7 +81,7 @@ def train(
     token = control_token(None)
     with (
         Terminal(program.console, as_json=as_json(config)) as terminal,
-        hold_folder(folder, terminal.say) as lock,
+        hold_folder(folder, terminal.say, group=config.run.share_with_group) as lock,
     ):
         # again: while it was not held, another process may have used it
         check_run_folder(
@@ -126,7 +126,10 @@ def rollouts(
     model = _model(config.model.path)
     chosen = control_token(token)
     folder = Path(config.run.folder)
-    with Terminal(as_json=as_json(config)) as terminal, hold_folder(folder, terminal.say) as lock:
+    with (
+        Terminal(as_json=as_json(config)) as terminal,
+        hold_folder(folder, terminal.say, group=config.run.share_with_group) as lock,
+    ):
         check_run_folder(config, resume=False, overwrite=overwrite, trains=False)
         _begin_in(folder, config, resume=False, say=terminal.say)
         terminal.say(opening.rolling_out(config))
@@ -176,7 +179,9 @@ def serve(config: Config, *, token: str | None) -> int:
     chosen = control_token(token)
     with (
         Terminal(as_json=as_json(config)) as terminal,
-        hold_folder(Path(config.run.folder), terminal.say) as lock,
+        hold_folder(
+            Path(config.run.folder), terminal.say, group=config.run.share_with_group
+        ) as lock,
     ):
         terminal.say(opening.serving(config))
         warn(terminal, config, anonymous=True)
@@ -198,7 +203,9 @@ def evaluate(config: Config, model: Path, *, program: Program | None = None) -> 
     program = program or Program()
     with (
         Terminal(program.console, as_json=as_json(config)) as terminal,
-        hold_folder(Path(config.run.folder), terminal.say) as lock,
+        hold_folder(
+            Path(config.run.folder), terminal.say, group=config.run.share_with_group
+        ) as lock,
     ):
         section = config.model.model_copy(update={"path": model})
         terminal.say(opening.evaluating(config.model_copy(update={"model": section})))
@@ -278,7 +285,10 @@ def rollback(config: Config, *, to: Version) -> int:
     from midflight.run.trainer.rollback import roll_back
 
     folder = Path(config.run.folder)
-    with Terminal() as terminal, hold_folder(folder, terminal.say):
+    with (
+        Terminal() as terminal,
+        hold_folder(folder, terminal.say, group=config.run.share_with_group),
+    ):
         groups = roll_back(folder, to, run=config.run.name, store_folder=config.run.store_folder)
         terminal.say(
             f"{folder} is back at version {to}: {groups} groups of tasks that were trained since "
