@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.environments.escapes import ESCAPES, Escape
+from tests.environments.test_sandboxes import made, running
 
 from midflight.environments.sandboxes import bubblewrap, control_groups
 from midflight.environments.sandboxes.port import PYTHON, ProgramResult, Sandbox
 from midflight.environments.sandboxes.seccomp import ARCHITECTURES, DENIED, call_filter
 from midflight.errors import SandboxUnavailable
-from tests.environments.escapes import ESCAPES, Escape
-from tests.environments.test_sandboxes import made, running
 
 LIMITS = {"seconds": 60.0, "memory_mb": 192, "disk_mb": 4, "processes": 12, "output_bytes": 100_000}
 DAEMON = "79.125"
@@ -109,9 +109,7 @@ def ran(kind: str, escape: Escape, machine: Machine) -> ProgramResult:
 
 
 @pytest.mark.parametrize("escape", HERE, ids=lambda escape: escape.name)
-def test_it_is_blocked(
-    way: str, escape: Escape, machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_blocked(way: str, escape: Escape, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MIDFLIGHT_CONTROL_TOKEN", "a mark in the environment")
     found = ran("bubblewrap", escape, machine)
     assert "ESCAPED" not in found.stdout, f"{escape.attempt} {found}"
@@ -125,9 +123,7 @@ def test_it_is_blocked(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="outside a sandbox only root may do all this")
-@pytest.mark.parametrize(
-    "escape", [escape for escape in HERE if escape.works_outside], ids=lambda escape: escape.name
-)
+@pytest.mark.parametrize("escape", [escape for escape in HERE if escape.works_outside], ids=lambda escape: escape.name)
 def test_outside_a_sandbox_the_same_program_gets_there(escape: Escape, machine: Machine) -> None:
     """So it tries what it says that it tries."""
     limits = LIMITS | escape.options

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.folders import mode_of
 
 from midflight.archive.store_reader import reading
 from midflight.observe.lines import decode_line
 from midflight.run.endpoint import Endpoint
-from tests.folders import mode_of
 
 from .processes import CONFIG, SHARED, Command, segments
 

@@ -7,13 +7,13 @@ import os
 from pathlib import Path
 
 import pytest
+from tests.folders import mode_of, umask
 
 from midflight.errors import ConfigError
 from midflight.models.permissions import open_to_others
 from midflight.run.endpoint import NAME, Endpoint, write_endpoint
 from midflight.run.launcher import permissions
 from midflight.run.launcher.folder_lock import hold_folder
-from tests.folders import mode_of, umask
 
 OWN = grp.getgrgid(os.getegid()).gr_name
 

@@ -125,14 +125,14 @@ def tasks(
         "sandbox": sandbox or {},
     }
     kind = str((sandbox or {}).get("kind", "bubblewrap"))
-    if kind == "bubblewrap":
-        _sandbox(json.dumps(sandbox or {}))  # before the run rather than in each rollout
     begin = "" if agent else ASKED
     rows: list[dict[str, Json]] = []
     for folder in found:
         question = begin + HarborTask.of(folder, kind).instruction
         key = str(folder)
         rows.append({"question": question, "key": key, NAME: {**told, "folder": key}})
+    if kind == "bubblewrap":
+        _sandbox(json.dumps(sandbox or {}))  # else each rollout would find that it cannot isolate
     return rows
 
 

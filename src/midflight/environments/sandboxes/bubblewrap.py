@@ -124,9 +124,7 @@ class Bubblewrap:
             words = self._words(calls)
             words += [*PYTHON[:-1], "-c", PROBE]
             words += [os.readlink(f"/proc/self/ns/{kind}") for kind in kinds]
-            tried = subprocess.run(
-                words, capture_output=True, text=True, pass_fds=[calls.fileno()]
-            )
+            tried = subprocess.run(words, capture_output=True, text=True, pass_fds=[calls.fileno()])
         if tried.returncode:
             raise SandboxUnavailable(
                 f"environment.sandbox cannot isolate here ({tried.stderr.strip()[-300:]}): "
@@ -235,9 +233,7 @@ class Bubblewrap:
         words += self._limited()
         return words
 
-    def _mounts(
-        self, files: Sequence[tuple[str, BinaryIO]], folders: Sequence[str]
-    ) -> list[str]:
+    def _mounts(self, files: Sequence[tuple[str, BinaryIO]], folders: Sequence[str]) -> list[str]:
         """Returns the arguments that give the program its files and its writable folders."""
         size = str(self._limits.disk_mb * 2**20)
         words = ["--proc", "/proc", "--dev", DEVICES]

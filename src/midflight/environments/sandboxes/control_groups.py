@@ -152,9 +152,7 @@ def _unified(mount: Path, own: Path) -> Iterator[tuple[Hierarchy, ...]]:
             return
 
 
-def _made(
-    hierarchies: Iterable[Hierarchy], *, memory_bytes: int, processes: int
-) -> ControlGroup:
+def _made(hierarchies: Iterable[Hierarchy], *, memory_bytes: int, processes: int) -> ControlGroup:
     """Makes a group with its limits. Raises `OSError` if that is not possible; then nothing is
     left of it.
     """

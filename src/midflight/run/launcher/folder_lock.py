@@ -37,9 +37,7 @@ def check_free(folder: Path) -> None:
 
 
 @contextmanager
-def hold_folder(
-    folder: Path, say: Callable[[str], None], *, group: str = ""
-) -> Generator[FileIO]:
+def hold_folder(folder: Path, say: Callable[[str], None], *, group: str = "") -> Generator[FileIO]:
     """Makes the folder and holds it. Yields the lock, for the processes that write there too. Only
     this user may enter it, and those of the group, if there is one.
 
