@@ -18,10 +18,11 @@ from tests.environments.escapes import ESCAPES, Escape
 from tests.environments.test_sandboxes import made, running
 
 from midflight.environments.sandboxes import bubblewrap, control_groups
-from midflight.environments.sandboxes.port import PYTHON, ProgramResult, Sandbox
+from midflight.environments.sandboxes.port import PYTHON, ProgramResult
 from midflight.environments.sandboxes.seccomp import ARCHITECTURES, DENIED, call_filter
 from midflight.errors import SandboxUnavailable
 
+pytestmark = pytest.mark.skipif(not shutil.which("bwrap"), reason="bubblewrap is not installed")
 LIMITS = {"seconds": 60.0, "memory_mb": 192, "disk_mb": 4, "processes": 12, "output_bytes": 100_000}
 DAEMON = "79.125"
 HERE = [escape for escape in ESCAPES if platform.machine() in escape.machines]
@@ -96,16 +97,9 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
     found.close()
 
 
-def sandbox(kind: str, limits: dict[str, object]) -> Sandbox:
-    try:
-        return made(kind=kind, **limits)
-    except SandboxUnavailable as error:
-        pytest.skip(str(error))
-
-
 def ran(kind: str, escape: Escape, machine: Machine) -> ProgramResult:
     limits = LIMITS | escape.options
-    return asyncio.run(sandbox(kind, limits).python(escape.program, stdin=machine.told(limits)))
+    return asyncio.run(made(kind=kind, **limits).python(escape.program, stdin=machine.told(limits)))
 
 
 @pytest.mark.parametrize("escape", HERE, ids=lambda escape: escape.name)

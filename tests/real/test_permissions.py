@@ -67,7 +67,7 @@ def as_other(ask: Callable[[], object], *, group: int = OTHER) -> object:
         os.write(writer, json.dumps(answer).encode())
         os._exit(0)
     os.close(writer)
-    with open(reader, "rb") as file:
+    with os.fdopen(reader, "rb") as file:
         answer = json.loads(file.read())
     os.waitpid(child, 0)
     return answer

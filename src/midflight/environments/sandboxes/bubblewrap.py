@@ -123,7 +123,7 @@ class Bubblewrap:
         with _in_memory(call_filter()) as calls:
             words = self._words(calls)
             words += [*PYTHON[:-1], "-c", PROBE]
-            words += [os.readlink(f"/proc/self/ns/{kind}") for kind in kinds]
+            words += [str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in kinds]
             tried = subprocess.run(words, capture_output=True, text=True, pass_fds=[calls.fileno()])
         if tried.returncode:
             raise SandboxUnavailable(

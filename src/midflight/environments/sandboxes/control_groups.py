@@ -187,7 +187,7 @@ def _remove_left(hierarchies: Iterable[Hierarchy]) -> None:
 
 
 def _prefix() -> str:
-    return f"midflight-{os.stat('/proc/self/ns/pid').st_ino}"
+    return f"midflight-{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
 def _counts(path: Path) -> dict[str, int]:
