@@ -124,7 +124,15 @@ class Bubblewrap:
             words = self._words(calls)
             words += [*PYTHON[:-1], "-c", PROBE]
             words += [str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in kinds]
-            tried = subprocess.run(words, capture_output=True, text=True, pass_fds=[calls.fileno()])
+            try:
+                tried = subprocess.run(
+                    words, capture_output=True, text=True, pass_fds=[calls.fileno()]
+                )
+            except FileNotFoundError as error:
+                raise SandboxUnavailable(
+                    f"environment.sandbox needs {error.filename}, which is not installed; install "
+                    "util-linux."
+                ) from error
         if tried.returncode:
             raise SandboxUnavailable(
                 f"environment.sandbox cannot isolate here ({tried.stderr.strip()[-300:]}): "

@@ -6,6 +6,7 @@ root may in most places, another user where its group is delegated to it. Versio
 Version 1 serves where the machine keeps memory and processes there.
 """
 
+import atexit
 import itertools
 import os
 import subprocess
@@ -27,6 +28,8 @@ shift; exec "$@"
 """
 """A script that goes into groups, and then becomes another program."""
 _numbers = itertools.count()
+_still_there = set[Path]()
+"""Groups of programs that have ended, some of whose processes may not quite have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +76,15 @@ class ControlGroup:
 
     def remove(self) -> None:
         """Ends what is left in the group, and removes it. A process that takes longer to end
-        leaves an empty group, which the next program of any run removes.
+        leaves its group to the next call of `new_group`.
         """
         for _, folder in self.places:
-            with suppress(OSError):
-                (folder / "cgroup.kill").write_text("1")
-            with suppress(OSError):
-                folder.rmdir()
+            kill = folder / "cgroup.kill"
+            if kill.exists():
+                with suppress(OSError):
+                    kill.write_text("1")
+            _still_there.add(folder)
+        _remove_those_left()
 
 
 def new_group(*, memory_bytes: int, processes: int) -> ControlGroup | None:
@@ -89,6 +94,7 @@ def new_group(*, memory_bytes: int, processes: int) -> ControlGroup | None:
     hierarchies = found_hierarchies()
     if hierarchies is None:
         return None
+    _remove_those_left()
     return _made(hierarchies, memory_bytes=memory_bytes, processes=processes)
 
 
@@ -96,7 +102,7 @@ def new_group(*, memory_bytes: int, processes: int) -> ControlGroup | None:
 def found_hierarchies() -> tuple[Hierarchy, ...] | None:
     """The hierarchies in which this process may make groups and enter them, which it tries."""
     for hierarchies in _candidates(ROOT, OWN):
-        _remove_left(hierarchies)
+        _remove_those_of_the_dead(hierarchies)
         with suppress(OSError):
             group = _made(hierarchies, memory_bytes=2**30, processes=64)
             tried = subprocess.run(group.entered_by(["true"]), capture_output=True)
@@ -174,7 +180,19 @@ def _made(hierarchies: Iterable[Hierarchy], *, memory_bytes: int, processes: int
     return group
 
 
-def _remove_left(hierarchies: Iterable[Hierarchy]) -> None:
+@atexit.register
+def _remove_those_left() -> None:
+    for folder in list(_still_there):
+        try:
+            folder.rmdir()
+        except FileNotFoundError:
+            pass
+        except OSError:
+            continue
+        _still_there.discard(folder)
+
+
+def _remove_those_of_the_dead(hierarchies: Iterable[Hierarchy]) -> None:
     """Removes empty groups of processes that were killed. Only those that this process would see
     are looked at: another container may have others.
     """
