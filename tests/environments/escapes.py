@@ -433,8 +433,8 @@ ESCAPES = [
         "spared_from_memory",
         "It has the kernel end others before itself when memory is short.",
         """
-        with open("/proc/self/oom_score_adj", "r+") as file:
-            refused(lambda: os.write(file.fileno(), b"-1000"))
+        for score in (b"-1000", b"-1"):
+            refused(lambda: os.write(os.open("/proc/self/oom_score_adj", os.O_WRONLY), score))
         """,
     ),
     Escape(
