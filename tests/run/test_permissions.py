@@ -93,6 +93,17 @@ def test_the_folder_of_an_old_run_is_closed_and_it_is_said(tmp_path: Path) -> No
         assert mode_of(folder / "store.sqlite") == 0o600, "it is shared no more"
 
 
+def test_a_folder_behind_a_link_and_a_store_elsewhere_are_closed_too(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    with hold_folder(tmp_path / "link", unheard):
+        assert mode_of(tmp_path / "there") == 0o700
+    for name in ("run.sqlite", "run.sqlite-wal", "run.sqlite-shm", "other.sqlite"):
+        (tmp_path / name).write_text("")
+    permissions.close_store(tmp_path / "run.sqlite")
+    assert [mode_of(path) for path in sorted(tmp_path.glob("*sqlite*"))] == [0o644, 0o600, 0o600, 0o600]
+
+
 def test_a_group_that_is_none_or_not_ones_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"share_with_group is 'nobodies', which is no group of this machine; name one of"):
         permissions.group_id("nobodies")

@@ -21,6 +21,7 @@ from midflight.run.launcher.checks.check import Findings
 from midflight.run.launcher.checks.folder import check_run_folder
 from midflight.run.launcher.folder import CONFIG, ROWS, kept, prepare, set_aside
 from midflight.run.launcher.folder_lock import hold_folder
+from midflight.run.launcher.permissions import close_store
 from midflight.run.launcher.program import Program
 from midflight.run.launcher.replaced_files import is_aside
 from midflight.run.launcher.ring import Ring
@@ -34,6 +35,7 @@ from midflight.run.parts import (
     Purpose,
     Ready,
 )
+from midflight.trajectories.pairs import store_path
 from midflight.types import Version
 from midflight.wire.hosts import exposure, is_loopback
 
@@ -61,6 +63,8 @@ def _begin_in(folder: Path, config: Config, *, resume: bool, say: Callable[[str]
             "one ends before that, it is put back."
         )
     prepare(folder, config, resume=resume)
+    if config.run.store_folder is not None:
+        close_store(store_path(folder, config.run.store_folder))
 
 
 def train(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from midflight.archive.holder import LOCK
 from midflight.errors import ConfigError
 
 PRIVATE = 0o077
@@ -58,8 +59,10 @@ def close_folder(folder: Path, group: str, say: Callable[[str], None]) -> None:
     a sentence if others could enter it so far.
     """
     number = group_id(group) if group else None
-    was_open = bool(stat.S_IMODE(folder.stat().st_mode) & 0o007) and any(folder.iterdir())
-    for path in (folder, *folder.rglob("*")):
+    others_may = bool(stat.S_IMODE(folder.stat().st_mode) & 0o007)
+    was_open = others_may and any(path.name != LOCK for path in folder.iterdir())
+    there = folder.resolve()  # it may be a link
+    for path in (there, *there.rglob("*")):
         _close(path, number)
     if was_open:
         whom = f"the group {group}" if group else "you alone"
@@ -67,6 +70,12 @@ def close_folder(folder: Path, group: str, say: Callable[[str], None]) -> None:
             f"{folder} and what is in it could be read by every user of this machine; from now on "
             f"by {whom}."
         )
+
+
+def close_store(store: Path) -> None:
+    """Takes from others what they may do with a store that lies outside the run's folder."""
+    for path in store.parent.glob(f"{store.name}*"):
+        _close(path, None)
 
 
 def _close(path: Path, number: int | None) -> None:
