@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import grp
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from midflight.models.permissions import open_to_others
 from midflight.run.endpoint import NAME, Endpoint, write_endpoint
 from midflight.run.launcher import permissions
 from midflight.run.launcher.folder_lock import hold_folder
+from midflight.trajectories import database
 
+OTHER = 65534
 OWN = grp.getgrgid(os.getegid()).gr_name
 
 
@@ -112,3 +115,39 @@ def test_a_group_that_is_none_or_not_ones_own_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "getgroups", lambda: [1000])
     with pytest.raises(ConfigError, match=r"share_with_group is 'root', and you are not a member of it; name one of"):
         permissions.group_id("root")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_user_of_the_group_reads_the_store_of_a_run_that_has_ended_or_goes_on() -> None:
+    """SQLite would make files beside it, which this user may not."""
+    with tempfile.TemporaryDirectory() as made:
+        Path(made).chmod(0o755)
+        folder = Path(made) / "run"
+        with hold_folder(folder, unheard, group=grp.getgrgid(OTHER).gr_name):
+            store = database.connect(folder / "store.sqlite")
+            store.execute("INSERT INTO runs VALUES ('one')")
+            assert read_by_other(folder / "store.sqlite") == "one", "it goes on"
+            store.close()
+        assert not (folder / "store.sqlite-wal").exists()
+        assert read_by_other(folder / "store.sqlite") == "one", "it has ended"
+        assert "Permission denied" in read_by_other(folder / "store.sqlite", group=OTHER - 1)
+
+
+def read_by_other(path: Path, *, group: int = OTHER) -> str:
+    """What a process of another user finds in the table of runs, or its error."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.setgroups([])
+        os.setgid(group)
+        os.setuid(OTHER)
+        try:
+            ((name,),) = database.look(path).execute("SELECT name FROM runs")
+        except BaseException as error:
+            name = str(error)
+        os.write(writer, name.encode())
+        os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    with os.fdopen(reader) as answer:
+        return answer.read()
