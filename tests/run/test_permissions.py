@@ -96,6 +96,19 @@ def test_the_folder_of_an_old_run_is_closed_and_it_is_said(tmp_path: Path) -> No
         assert mode_of(folder / "store.sqlite") == 0o600, "it is shared no more"
 
 
+def test_runs_of_one_process_end_in_any_order_and_leave_its_files_as_they_were(tmp_path: Path) -> None:
+    first = permissions.files_for("")
+    second = permissions.files_for(OWN)
+    first.__enter__()
+    second.__enter__()
+    (tmp_path / "both").write_text("")
+    first.__exit__(None, None, None)
+    (tmp_path / "second").write_text("")
+    second.__exit__(None, None, None)
+    (tmp_path / "none").write_text("")
+    assert [mode_of(tmp_path / name) for name in ("both", "second", "none")] == [0o600, 0o640, 0o644]
+
+
 def test_a_folder_behind_a_link_and_a_store_elsewhere_are_closed_too(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "there")

@@ -8,6 +8,7 @@ machine.
 import grp
 import os
 import stat
+import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,14 @@ from midflight.errors import ConfigError
 
 PRIVATE = 0o077
 SHARED = 0o027
-"""What the masks take away: all that others may, or that and the group's right to write."""
+"""What the masks take away: all that the group and others may, or what others may and the group's
+right to write.
+"""
+_lock = threading.Lock()
+_masks = list[int]()
+"""The masks of the runs of this process that go on. A program may have several in threads."""
+_usual = 0
+"""The mask that the process has without a run."""
 
 
 def mask_of(group: str) -> int:
@@ -45,13 +53,22 @@ def group_id(group: str) -> int:
 @contextmanager
 def files_for(group: str) -> Generator[None]:
     """Files that this process makes meanwhile, and its children, can be read by this user alone, or
-    by a group too. In a notebook that holds for the notebook's own files as well.
+    by a group too. In a notebook that holds for the notebook's own files as well. Of several runs
+    in one process the one that lets in fewest decides.
     """
-    before = os.umask(mask_of(group))
+    global _usual
+    mask = mask_of(group)
+    with _lock:
+        before = os.umask(max([mask, *_masks]))
+        if not _masks:
+            _usual = before
+        _masks.append(mask)
     try:
         yield
     finally:
-        os.umask(before)
+        with _lock:
+            _masks.remove(mask)
+            os.umask(max(_masks) if _masks else _usual)
 
 
 def close_folder(folder: Path, group: str, say: Callable[[str], None]) -> None:
