@@ -12,6 +12,19 @@ from tests.cli.test_one_list import quick, refused_by_all, said  # noqa: F401 (q
 from midflight.cli import main
 from midflight.environments.sandboxes import choice
 
+LATE = """
+async def play(task, client):
+    from midflight import sandbox as box
+    return float((await box(seconds=5).python("print(1)")).ok)
+
+async def elsewhere(task, client):
+    import midflight
+    try:
+        midflight.sandbox()
+    except Exception:
+        return 0.0
+    return midflight.sandbox(kind=task.data["kind"])
+"""
 MISSING = "which is not installed: install bubblewrap (apt-get install bubblewrap)"
 REWARD = 'environment.rewards=[{entry="code_rewards:passes"}]'
 
@@ -21,7 +34,8 @@ def written(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     Path("code_rewards.py").write_text("async def passes(completion, sandbox):\n    return 1.0\n")
     Path("early.py").write_text("import midflight\nbox = midflight.sandbox(seconds=5)\nasync def play(task, client):\n    return 1.0\n")
     monkeypatch.syspath_prepend(str(Path.cwd()))
-    for name in ("code_rewards", "early"):
+    Path("late.py").write_text(LATE)
+    for name in ("code_rewards", "early", "late"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
@@ -40,8 +54,9 @@ def without(monkeypatch: pytest.MonkeyPatch) -> None:
         [REWARD, "environment.sandbox.seconds=5"],
         ["environment.sandbox.seconds=5"],
         ["environment.entry=early:play"],
+        ["environment.entry=late:play"],
     ],
-    ids=["a reward that asks", "and sets limits", "limits alone", "an agent that makes one at once"],
+    ids=["a reward that asks", "and sets limits", "limits alone", "an agent that makes one at once", "and one in a rollout"],
 )
 def test_without_bubblewrap_nothing_is_touched(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert MISSING in refused_by_all(capsys, *options)
@@ -58,6 +73,14 @@ def test_tasks_of_harbor_are_refused_too(capsys: pytest.CaptureFixture[str]) -> 
     (task / "tests" / "test.sh").write_text("true")
     source = '{entry="midflight.adapters.harbor:tasks", options={path="tasks"}}'
     assert MISSING in refused_by_all(capsys, "environment.entry=midflight.adapters.harbor:play", f"environment.sources=[{source}]")
+
+
+@pytest.mark.usefixtures("without")
+def test_an_agent_that_has_another_way_is_not_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    text = LATE.replace("async def play", "async def unused").replace("box(seconds=5)", "box(**task.data)")
+    Path("late.py").write_text(text)
+    status, words = said(capsys, "train", "run.toml", "--dry-run", "--set", "environment.entry=late:elsewhere")
+    assert status == 0 and "bubblewrap" not in words, words
 
 
 @pytest.mark.usefixtures("without")
