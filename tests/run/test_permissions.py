@@ -120,6 +120,19 @@ def test_a_folder_behind_a_link_and_a_store_elsewhere_are_closed_too(tmp_path: P
     assert [mode_of(path) for path in sorted(tmp_path.glob("*sqlite*"))] == [0o644, 0o600, 0o600, 0o600]
 
 
+def test_a_disk_that_keeps_no_permissions_is_said_and_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def chmod(path: Path, mode: int) -> None:
+        raise PermissionError(1, "Operation not permitted", str(path))
+
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr(Path, "chmod", chmod)
+    said: list[str] = []
+    with hold_folder(tmp_path / "run", said.append):
+        pass
+    (words,) = said
+    assert words.startswith(f"note: who may read {tmp_path / 'run'} cannot be set (Operation not permitted: ")
+
+
 def test_a_group_that_is_none_or_not_ones_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"share_with_group is 'nobodies', which is no group of this machine; name one of"):
         permissions.group_id("nobodies")

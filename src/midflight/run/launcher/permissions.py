@@ -79,8 +79,15 @@ def close_folder(folder: Path, group: str, say: Callable[[str], None]) -> None:
     others_may = bool(stat.S_IMODE(folder.stat().st_mode) & 0o007)
     was_open = others_may and any(path.name != LOCK for path in folder.iterdir())
     there = folder.resolve()  # it may be a link
-    for path in (there, *there.rglob("*")):
-        _close(path, number)
+    try:
+        for path in (there, *there.rglob("*")):
+            _close(path, number)
+    except OSError as error:
+        say(
+            f"note: who may read {folder} cannot be set ({error.strerror}: {error.filename}); its "
+            "disk decides. Choose a run.folder on another disk if others must not read it."
+        )
+        return
     if was_open:
         whom = f"the group {group}" if group else "you alone"
         say(
