@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.folders import tree_of
+from tests.folders import tree_of, umask
 
 from midflight.config import Config, load_config
 from midflight.errors import ConfigError
@@ -70,6 +70,13 @@ class Steps:
 
 
 STEPS = Steps()
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    """Files are as a run makes them. Those of others are closed by whoever takes the folder."""
+    with umask(0o077):
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,6 +15,7 @@ SYSTEM = (
     "bin",
     "boot",
     "dev",
+    "devices",
     "etc",
     "lib",
     "lib32",

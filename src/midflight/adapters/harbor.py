@@ -107,9 +107,9 @@ def tasks(
     sandbox: dict[str, Json] | None = None,
 ) -> list[dict[str, Json]]:
     """At most `size` of the tasks in the folders of `path`. `sandbox` has the options of
-    `[environment.sandbox]`. `agent` names an `async (task, client, box)` of one's own. Without it
+    `[environment.sandbox]`; one on this machine is tried. `agent` names an `async (task, client, box)` of one's own. Without it
     the agent is a chat of `turns` answers at most, whose scripts may take `seconds` each. Raises
-    `ConfigError` with a task that cannot be played.
+    `ConfigError` with a task that cannot be played, or if this machine cannot isolate.
     """
     if not Path(path).is_dir():
         raise ConfigError(f"there is no folder {path!r} with tasks of Harbor; correct path.")
@@ -131,6 +131,8 @@ def tasks(
         question = begin + HarborTask.of(folder, kind).instruction
         key = str(folder)
         rows.append({"question": question, "key": key, NAME: {**told, "folder": key}})
+    if kind == "bubblewrap":
+        _sandbox(json.dumps(sandbox or {}))  # else each rollout would find that it cannot isolate
     return rows
 
 

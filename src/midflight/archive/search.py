@@ -112,6 +112,7 @@ class WordIndex:
 
     def _open(self) -> sqlite3.Connection:
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.parent.chmod(0o700)  # it holds the words of conversations
         if not self.path.exists():
             forget_deleted()
         with naming(self.path):

@@ -14,7 +14,13 @@ import msgspec
 from midflight.errors import MidflightError, NoRun, RunGone, StoreCorrupt
 from midflight.observe.failures import failure_class
 from midflight.observe.readable import duration
-from midflight.trajectories.database import Value, decode_task, look, naming
+from midflight.trajectories.database import (
+    Value,
+    address_to_read,
+    decode_task,
+    look,
+    naming,
+)
 from midflight.trajectories.heldout import HELDOUT
 from midflight.trajectories.pairs import STORE, readable, shard_stores
 from midflight.types import GroupKey, Kind, RolloutKey, Task
@@ -58,7 +64,7 @@ class StoreReader:
         """Attaches another file, whose tables can then be asked as `beside.TABLE`."""
         with naming(path):
             self._connection.execute("COMMIT")
-            self._connection.execute("ATTACH ? AS beside", (f"{path.resolve().as_uri()}?mode=ro",))
+            self._connection.execute("ATTACH ? AS beside", (address_to_read(path),))
             self._connection.execute("BEGIN")
 
     def task(self, blob: bytes) -> Task:
@@ -117,7 +123,7 @@ def _join_shards(connection: sqlite3.Connection, folder: Path) -> None:
     if not shards:
         return
     for number, path in enumerate(shards):
-        connection.execute(f"ATTACH ? AS shard{number}", (f"{path.resolve().as_uri()}?mode=ro",))
+        connection.execute(f"ATTACH ? AS shard{number}", (address_to_read(path),))
     schemas = ["main"] + [f"shard{number}" for number in range(len(shards))]
     for table in ("groups", "rollouts", "turns", "fates", "leases"):
         columns = [name for _, name, *_ in connection.execute(f"PRAGMA main.table_info({table})")]

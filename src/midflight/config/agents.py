@@ -61,8 +61,8 @@ class SandboxSection(Section):
     """
 
     kind: str = "bubblewrap"
-    """bubblewrap: namespaces of this machine, without network and without our files; refused where
-    the machine has none. trusted: as this user, with limits and without isolation, for code that is
+    """bubblewrap: namespaces of this machine, without network and without our files, and a filter
+    of system calls; refused where the machine has them not. trusted: as this user, with limits and without isolation, for code that is
     trusted. docker, e2b, daytona, modal: in a container or machine that its maker's client starts
     and ends (`pip install 'midflight[docker]'`, or the other's name). Or `module:Class` of one's
     own, called with this section, which may run it elsewhere.
@@ -78,9 +78,13 @@ class SandboxSection(Section):
     fifth of that. Larger bears slower links, and waits longer for a maker that hangs.
     """
     memory_mb: Positive = 512
-    """MiB that its processes may hold together; larger lets it take more."""
+    """MiB that its processes may hold together; larger lets it take more. The kernel holds them and
+    its files to the sum with `disk_mb` where a control group can be had; a start says where not.
+    """
     disk_mb: Positive = 64
-    """MiB of each folder that it may write to, which are in memory; larger lets it write more."""
+    """MiB that its files may take together, which are in memory; larger lets it write more. Each
+    folder of a task of Harbor has as much again.
+    """
     processes: Positive = 32
     """Processes and threads at once; larger lets it start more."""
     output_bytes: Positive = 1_000_000

@@ -16,6 +16,11 @@ class RunSection(Section):
     """Folder on a disk of the gateway's machine for the store, of which each checkpoint then gets a
     copy; an absolute path. Default: the run's folder, which may not lie on a network then.
     """
+    share_with_group: str = ""
+    """A group of this machine whose users may read the run's folder, for `midflight view` and
+    `join` by others, and for containers under another user. Default: only the user of the run may,
+    for it holds conversations. A store in `store_folder` stays the user's alone.
+    """
     seed: Count = 0
     """Seeds weights, task order and sampling."""
     steps: Positive = 100

@@ -5,6 +5,7 @@ it makes through temporary ones. Torch-free.
 """
 
 import os
+import stat
 from pathlib import Path
 
 STATUS = Path("/proc/self/status")
@@ -13,12 +14,13 @@ STATUS = Path("/proc/self/status")
 
 def open_to_others(path: Path) -> None:
     """Gives a file, or a folder and all that is in it, the permissions that new ones get by this
-    process's umask.
+    process's umask. A folder hands its group down if it did so before.
     """
     mask = _umask()
     for one in (path, *path.rglob("*")):
         if not one.is_symlink():
-            one.chmod((0o777 if one.is_dir() else 0o666) & ~mask)
+            handed_down = one.stat().st_mode & stat.S_ISGID if one.is_dir() else 0
+            one.chmod((0o777 if one.is_dir() else 0o666) & ~mask | handed_down)
 
 
 def _umask() -> int:

@@ -1,10 +1,11 @@
 """The endpoint of a run: the address at which it is reached, and the token that opens it.
 
-`endpoint.json` in a run's folder has both, for programs of the same user. It does not import torch.
+`endpoint.json` in a run's folder has both, for programs of those who may read the folder. It does not import torch.
 """
 
 import os
 import secrets
+import stat
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,12 +38,14 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 def write_endpoint(folder: Path, endpoint: Endpoint) -> None:
-    """Writes the file whole or not at all. It is readable by this user alone, from its first byte
-    on.
+    """Writes the file whole or not at all. From its first byte on it is readable by this user
+    alone, and by the group with which the folder is shared.
     """
+    is_shared = folder.stat().st_mode & stat.S_ISGID
+    mode = 0o640 if is_shared else 0o600
     draft = folder / f".{NAME}.writing"
     draft.unlink(missing_ok=True)
-    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:  # noqa: PTH123 (the mode is given here)
+    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:  # noqa: PTH123 (the mode is given here)
         file.write(msgspec.json.encode(endpoint))
     draft.replace(folder / NAME)
 

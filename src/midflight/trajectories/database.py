@@ -2,6 +2,7 @@
 transactions, and errors with names.
 """
 
+import os
 import secrets
 import sqlite3
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -256,13 +257,25 @@ def connect(path: Path, *, logged: bool = True) -> sqlite3.Connection:
 def look(path: Path) -> sqlite3.Connection:
     """Opens the file to read it, also while another process writes to it."""
     with naming(path):
-        connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=5.0)
+        connection = sqlite3.connect(address_to_read(path), uri=True, timeout=5.0)
         try:
             _check(connection, path, quick=True)
         except BaseException:
             connection.close()
             raise
         return connection
+
+
+def address_to_read(path: Path) -> str:
+    """The address by which SQLite opens the file to read it. A file without a log is written by
+    nobody, and is read as it is where this user may not make a log beside it.
+    """
+    there = path.resolve()
+    address = f"{there.as_uri()}?mode=ro"
+    has_log = there.with_name(f"{there.name}-wal").exists()
+    if not has_log and not os.access(there.parent, os.W_OK):
+        address += "&immutable=1"
+    return address
 
 
 def _create(connection: sqlite3.Connection) -> None:

@@ -1,13 +1,16 @@
 """A sandbox made of Linux namespaces by `bubblewrap`: a program has its own processes, network,
 users, host name and files, and sees none of ours.
 
-The program sees the system's programs and this interpreter, read only. Its working folder, `/tmp`
-and `/dev/shm` are in memory, each of `disk_mb` at most. It has only a loopback network of its own,
-unless it is given the machine's, and no variable of our environment. It runs as a user of its own,
-on one processor, without any privilege, and ends with us.
+The program sees the system's programs and this interpreter, read only. Its working folder, `/tmp`,
+`/var/tmp` and `/dev/shm` lie in one folder in memory, of `disk_mb` at most. It has only a loopback
+network of its own, unless it is given the machine's, and no variable of our environment. It runs as
+a user of its own, on one processor, without any privilege, and ends with us. A filter refuses the
+system calls that could lead out (`seccomp.py`), and a control group counts all its memory where one
+can be had (`control_groups.py`).
 """
 
 import asyncio
+import fcntl
 import itertools
 import os
 import shutil
@@ -20,6 +23,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from midflight.config.agents import SandboxSection
+from midflight.environments.sandboxes.control_groups import ControlGroup, new_group
+from midflight.environments.sandboxes.memory import of_files, resident, shared
 from midflight.environments.sandboxes.port import (
     PYTHON,
     Box,
@@ -29,15 +34,30 @@ from midflight.environments.sandboxes.port import (
     checked,
     packed,
 )
-from midflight.errors import SandboxUnavailable
+from midflight.environments.sandboxes.seccomp import call_filter
+from midflight.errors import SandboxLost, SandboxUnavailable
 
-WORK = "/sandbox"
+FILES = "/sandbox"
+"""The folder in memory, in which all others lie that a program writes to."""
+WORK = f"{FILES}/work"
+LINKS = {"/tmp": "tmp", "/var/tmp": "tmp", "/dev/shm": "shm"}
+"""Folders that are links into the folder in memory, so that they share its room."""
+DEVICES = "/devices"
+DEVICE_NAMES = ("null", "zero", "full", "random", "urandom", "tty", "pts", "ptmx")
+STREAMS = {
+    "fd": "/proc/self/fd",
+    "stdin": "/proc/self/fd/0",
+    "stdout": "/proc/self/fd/1",
+    "stderr": "/proc/self/fd/2",
+}
 FIRST_USER = 1_000_000
 NUM_USERS = 60_000_000
 """The users of sandboxes, if we are root. Each program has another user, because the processes of a
 user are counted together.
 """
 _programs = itertools.count()
+OUR_PROCESSES = 3
+"""Processes of bubblewrap and of the shell of a box, which the program does not count as its own."""
 REMEDY = (
     "install bubblewrap (apt-get install bubblewrap) and allow namespaces to users (sysctl "
     "kernel.unprivileged_userns_clone=1), name a class that runs programs elsewhere in "
@@ -69,21 +89,50 @@ folders' contents.
 """
 
 
+PROBE = """
+import ctypes, os, sys
+call = ctypes.CDLL(None, use_errno=True)
+if call.unshare(0x10000000) == 0 or call.memfd_create(b"", 0) >= 0:
+    raise SystemExit("system calls are not filtered")
+for link in sys.argv[1:]:
+    kind = link.partition(":")[0]
+    if os.readlink(f"/proc/self/ns/{kind}") == link:
+        raise SystemExit(f"the namespace of {kind} is the machine's")
+"""
+"""A program that ends well if the calls are filtered, and if none of its namespaces is one of those
+that it is given.
+"""
+
+
 class Bubblewrap:
     """A sandbox on this machine. Implements `Sandbox`, and has boxes too."""
 
     def __init__(self, limits: SandboxSection) -> None:
         self._limits = limits
         self._program = shutil.which("bwrap")
+        self._taskset = shutil.which("taskset") or "/usr/bin/taskset"
 
     def check(self) -> None:
         if self._program is None:
             raise SandboxUnavailable(
                 f"environment.sandbox isolates by bubblewrap, which is not installed: {REMEDY}."
             )
-        words = self._words([])
-        words.append("true")
-        tried = subprocess.run(words, capture_output=True, text=True)
+        kinds = ["pid", "ipc", "uts", "mnt"]
+        if not self._limits.network:
+            kinds.append("net")
+        with _in_memory(call_filter()) as calls:
+            words = self._words(calls)
+            words += [*PYTHON[:-1], "-c", PROBE]
+            words += [str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in kinds]
+            try:
+                tried = subprocess.run(
+                    words, capture_output=True, text=True, pass_fds=[calls.fileno()]
+                )
+            except FileNotFoundError as error:
+                raise SandboxUnavailable(
+                    f"environment.sandbox needs {error.filename}, which is not installed; install "
+                    "util-linux."
+                ) from error
         if tried.returncode:
             raise SandboxUnavailable(
                 f"environment.sandbox cannot isolate here ({tried.stderr.strip()[-300:]}): "
@@ -99,47 +148,73 @@ class Bubblewrap:
         self, command: Sequence[str], *, files: Mapping[str, str | bytes] = {}, stdin: str = ""
     ) -> ProgramResult:
         with ExitStack() as stack:
-            passed: list[BinaryIO] = []
-            given: list[tuple[str, int]] = []
+            given: list[tuple[str, BinaryIO]] = []
             for name, data in checked(files).items():
-                file = stack.enter_context(_in_memory(data))
-                passed.append(file)
-                given.append((f"{WORK}/{name}", file.fileno()))
-            words = self._words(given)
-            words += command
-            return await self.ended(words, stdin, passed=passed)
+                given.append((f"{WORK}/{name}", stack.enter_context(_in_memory(data))))
+            return await self.ended(command, stdin, files=given)
 
     @asynccontextmanager
     async def opened(self, furnished: BoxSetup) -> AsyncGenerator[Box]:
         yield LocalBox(self._limits, furnished)
 
-    def within(self, folders: Sequence[str]) -> list[str]:
-        """Everything before the words of a program that writes to these folders too."""
-        return self._words([], folders)
-
     async def ended(
-        self, words: Sequence[str], stdin: str, *, passed: Sequence[BinaryIO]
+        self,
+        command: Sequence[str],
+        stdin: str,
+        *,
+        files: Sequence[tuple[str, BinaryIO]] = (),
+        folders: Sequence[str] = (),
+        passed: Sequence[BinaryIO] = (),
     ) -> ProgramResult:
-        """Waits for the end of a process that gets these files open. It ends as `LimitedProcess`
-        does.
+        """Waits for the end of a program, which finds the files at their paths, writes to the
+        folders too, and gets further files open. It ends as `LimitedProcess` does.
         """
-        process = await asyncio.create_subprocess_exec(
-            *words,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            pass_fds=[file.fileno() for file in passed],
-            env={},
-        )
-        limited = LimitedProcess(
-            process, self._limits, held=lambda: resident(process.pid), kill=lambda: kill(process)
-        )
-        return await limited.ended(stdin)
+        limits = self._limits
+        room = limits.disk_mb * (1 + len(folders))
+        group = _new_group((limits.memory_mb + room) * 2**20, limits.processes + OUR_PROCESSES)
+        try:
+            with _in_memory(call_filter()) as calls:
+                words = self._words(calls, files=files, folders=folders)
+                words += command
+                opened = [calls, *passed]
+                opened += [file for _, file in files]
+                process = await asyncio.create_subprocess_exec(
+                    *(group.entered_by(words) if group else words),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.PIPE,
+                    pass_fds=[file.fileno() for file in opened],
+                    env={},
+                )
+            limited = LimitedProcess(
+                process,
+                limits,
+                held=lambda: held(process.pid, group),
+                ran_out=lambda: group is not None and group.ran_out,
+                kill=lambda: kill(process),
+            )
+            ran = await limited.ended(stdin)
+            if group is not None and not group.was_entered:
+                raise SandboxLost(
+                    "a program of the sandbox could not enter its control group, so it did not run."
+                )
+            return ran
+        finally:
+            if group is not None:
+                group.remove()
 
-    def _words(self, files: Sequence[tuple[str, int]], folders: Sequence[str] = ()) -> list[str]:
-        """Everything before the program's own words."""
+    def _words(
+        self,
+        calls: BinaryIO,
+        *,
+        files: Sequence[tuple[str, BinaryIO]] = (),
+        folders: Sequence[str] = (),
+    ) -> list[str]:
+        """Everything before the program's own words. `calls` is the filter of system calls."""
         is_root = os.geteuid() == 0
-        words = [self._program or "bwrap"]
+        processors = sorted(os.sched_getaffinity(0))
+        taken = processors[next(_programs) % len(processors)]
+        words = [self._taskset, "-c", str(taken), self._program or "bwrap"]
         words += ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
         words += ["--hostname", "sandbox"]
         if is_root:
@@ -157,6 +232,7 @@ class Bubblewrap:
         words += ["--setenv", "LANG", "C.UTF-8"]
         words += ["--setenv", "OMP_NUM_THREADS", "1"]
         words += self._mounts(files, folders)
+        words += ["--seccomp", str(calls.fileno())]
         words += ["--chdir", WORK, "--"]
         user = str(FIRST_USER + (os.getpid() * 1009 + next(_programs)) % NUM_USERS)
         if is_root:
@@ -165,35 +241,47 @@ class Bubblewrap:
         words += self._limited()
         return words
 
-    def _mounts(self, files: Sequence[tuple[str, int]], folders: Sequence[str]) -> list[str]:
+    def _mounts(self, files: Sequence[tuple[str, BinaryIO]], folders: Sequence[str]) -> list[str]:
         """Returns the arguments that give the program its files and its writable folders."""
         size = str(self._limits.disk_mb * 2**20)
-        words = ["--proc", "/proc", "--dev", "/dev"]
-        for path in (WORK, "/tmp", "/dev/shm", *folders):
+        words = ["--proc", "/proc", "--dev", DEVICES]
+        for path in ("/dev", "/var"):
+            words += ["--perms", "0755", "--dir", path]
+        for path in (FILES, *folders):
             words += ["--perms", "0777", "--size", size, "--tmpfs", path]
+        words += ["--perms", "0777", "--dir", WORK]
+        for name in dict.fromkeys(LINKS.values()):
+            words += ["--perms", "1777", "--dir", f"{FILES}/{name}"]
+        for path, name in LINKS.items():
+            if path not in folders:
+                words += ["--symlink", f"{FILES}/{name}", path]
+        for name in DEVICE_NAMES:
+            words += ["--symlink", f"{DEVICES}/{name}", f"/dev/{name}"]
+        for name, path in STREAMS.items():
+            words += ["--symlink", path, f"/dev/{name}"]
         for path in _shown(network=self._limits.network):
             for above in reversed(Path(path).parents[:-1]):
                 words += ["--perms", "0755", "--dir", str(above)]
             words += ["--ro-bind", path, path]
-        for path, descriptor in files:
-            words += ["--perms", "0644", "--file", str(descriptor), path]
-        words += ["--remount-ro", "/dev", "--remount-ro", "/"]
+        for path, file in files:
+            words += ["--perms", "0644", "--file", str(file.fileno()), path]
+        for path in ("/proc", DEVICES, "/"):
+            words += ["--remount-ro", path]
         return words
 
     def _limited(self) -> list[str]:
-        """The words that bind the program to one processor and to its limits."""
+        """The words that bind the program to its limits."""
         limits = self._limits
         sizes = {
             "as": limits.memory_mb * 2**20,
             "fsize": limits.disk_mb * 2**20,
             "nproc": limits.processes,
             "nofile": 256,
+            "msgqueue": 0,
             "core": 0,
         }
-        processors = sorted(os.sched_getaffinity(0))
-        taken = processors[next(_programs) % len(processors)]
         cpu = max(1, round(limits.seconds))
-        words = ["taskset", "-c", str(taken), "prlimit", f"--cpu={cpu}"]
+        words = ["prlimit", f"--cpu={cpu}"]
         words += [f"--{name}={size}" for name, size in sizes.items()]
         words.append("--")
         return words
@@ -220,19 +308,21 @@ class LocalBox:
         seconds: float | None = None,
     ) -> ProgramResult:
         limits = self._limits.model_copy(update={"seconds": seconds or self._limits.seconds})
-        sandbox = Bubblewrap(limits)
         if files:
             self._archives.append(packed(files))
         with ExitStack() as stack:
-            before = [stack.enter_context(_in_memory(archive)) for archive in self._archives]
+            before = [
+                stack.enter_context(_in_memory(archive, sealed=True)) for archive in self._archives
+            ]
             after = stack.enter_context(_in_memory(b""))
             numbers = " ".join(str(file.fileno()) for file in before)
             names = " ".join(path[1:] for path in self._folders)
-            words = sandbox.within(self._folders)
-            words += ["sh", "-c", KEEPING, "sh"]
+            words = ["sh", "-c", KEEPING, "sh"]
             words += [numbers, str(after.fileno()), names, self._start]
             words += command
-            ran = await sandbox.ended(words, stdin, passed=[*before, after])
+            ran = await Bubblewrap(limits).ended(
+                words, stdin, folders=self._folders, passed=[*before, after]
+            )
             after.seek(0)
             kept = b"" if ran.ended_by is not None else after.read()
             if kept:
@@ -240,6 +330,15 @@ class LocalBox:
         if ran.status and 128 < ran.status <= 192:  # a signal, as a shell says it
             return replace(ran, status=128 - ran.status)
         return ran
+
+
+def _new_group(memory_bytes: int, processes: int) -> ControlGroup | None:
+    try:
+        return new_group(memory_bytes=memory_bytes, processes=processes)
+    except OSError as error:
+        raise SandboxLost(
+            f"making a control group for a program of the sandbox failed: {error}."
+        ) from error
 
 
 def _shown(*, network: bool) -> Iterator[str]:
@@ -253,11 +352,15 @@ def _shown(*, network: bool) -> Iterator[str]:
             yield path
 
 
-def _in_memory(data: bytes) -> BinaryIO:
-    file = os.fdopen(os.memfd_create("file"), "r+b")
+def _in_memory(data: bytes, *, sealed: bool = False) -> BinaryIO:
+    """A file with these bytes. A program cannot change one that is sealed."""
+    file = os.fdopen(os.memfd_create("file", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "r+b")
     file.write(data)
     file.flush()
     file.seek(0)
+    if sealed:
+        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
     return file
 
 
@@ -267,13 +370,11 @@ def kill(process: asyncio.subprocess.Process) -> None:
         process.kill()
 
 
-def resident(pid: int) -> int:
-    """Bytes that a process and its descendants hold. Processes that end meanwhile do not count."""
-    held = 0
-    try:
-        held += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            held += sum(resident(int(below)) for below in (thread / "children").read_text().split())
-    except (OSError, IndexError):
-        pass
-    return held
+def held(pid: int, group: ControlGroup | None) -> int:
+    """Bytes that a program holds, as `memory_mb` counts them. The kernel counts the rest itself
+    where there is a group.
+    """
+    found = resident(pid)
+    if group is None:
+        found += shared(pid) + of_files(pid, FILES)
+    return found

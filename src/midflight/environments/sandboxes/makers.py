@@ -37,6 +37,8 @@ class Maker:
     """The environment variables that its client needs."""
     box: Callable[[SandboxSection, BoxSetup], AbstractAsyncContextManager[Shell]]
     remedy: str
+    not_held: str = ""
+    """The limits of the section that its boxes do not keep, in words."""
 
     def client(self, extra: str) -> Any:
         """The package of its client. Raises `ConfigError` with the extra that brings it, and
@@ -196,17 +198,20 @@ MAKERS = {
         ("E2B_API_KEY",),
         e2b_box,
         "see the key in E2B_API_KEY, the template, and E2B's status page",
+        "memory, disk and processes are those of its template",
     ),
     "daytona": Maker(
         "daytona",
         ("DAYTONA_API_KEY",),
         daytona_box,
         "see the key in DAYTONA_API_KEY, the image, and Daytona's status page",
+        "memory_mb and disk_mb hold in whole GiB, and processes bounds nothing",
     ),
     "modal": Maker(
         "modal",
         ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET"),
         modal_box,
         "see the token in MODAL_TOKEN_ID, the image, and Modal's status page",
+        "disk_mb bounds each file alone, and processes bounds nothing",
     ),
 }

@@ -136,14 +136,16 @@ class LimitedProcess:
         *,
         held: Callable[[], int],
         kill: Callable[[], None],
+        ran_out: Callable[[], bool] = lambda: False,
     ) -> None:
         """`held` gives the bytes of memory that the process and its descendants have now. `kill`
-        ends them all.
+        ends them all. `ran_out` says whether the kernel has ended one of them for its memory.
         """
         self._process = process
         self._limits = limits
         self._held = held
         self._kill = kill
+        self._ran_out = ran_out
         self._why: Ended | None = None
 
     async def ended(self, stdin: str) -> ProgramResult:
@@ -166,6 +168,8 @@ class LimitedProcess:
                 await self._process.wait()
                 for task in beside:
                     task.cancel()
+                if self._ran_out():
+                    self._why = self._why or "memory"
         finally:
             self._kill()
             await self._process.wait()  # returns at once
@@ -201,7 +205,7 @@ class LimitedProcess:
     async def _watch(self) -> None:
         """Reads the memory at an interval, until it is too much. Its task group ends it."""
         while True:
-            if self._held() > self._limits.memory_mb * 2**20:
+            if self._ran_out() or self._held() > self._limits.memory_mb * 2**20:
                 return self._end("memory")
             await asyncio.sleep(LOOK_SECONDS)
 

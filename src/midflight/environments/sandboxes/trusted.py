@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from midflight.config.agents import SandboxSection
-from midflight.environments.sandboxes.bubblewrap import resident
+from midflight.environments.sandboxes.memory import resident
 from midflight.environments.sandboxes.port import PYTHON, LimitedProcess, ProgramResult, checked
 
 

@@ -20,6 +20,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import msgspec
 import uvloop
 
 from midflight import given
@@ -37,6 +38,7 @@ from midflight.observe import logs
 from midflight.observe.memory import tree_bytes
 from midflight.run import parts
 from midflight.run.heartbeat import START_SECONDS
+from midflight.run.launcher.permissions import mask_of
 from midflight.run.places.port import STACKS_SIGNAL
 
 STOP_SECONDS = 2.5
@@ -167,6 +169,19 @@ def end_soon(status: int) -> None:
     timer.start()
 
 
+class _RunSection(msgspec.Struct):
+    share_with_group: str = ""
+
+
+class _Config(msgspec.Struct):
+    run: _RunSection
+
+
+def _shared_with(config: str) -> str:
+    """The group with which a run is shared, from its configuration."""
+    return msgspec.json.decode(config, type=_Config).run.share_with_group
+
+
 def main() -> int:
     part = parts.ProcessKind(sys.argv[1])
     launcher = parts.LauncherPipe()
@@ -189,6 +204,8 @@ def main() -> int:
             return 0
         spec = parts.decode_spec(line)
         assert isinstance(spec, SPECS[part])
+        if not isinstance(spec, parts.WorkerSpec):  # which writes nothing of a run's
+            os.umask(mask_of(_shared_with(spec.config)))
         # modules live as long as the process; only the objects of a run are worth looking at
         gc.freeze()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -20,6 +20,7 @@ from midflight.archive.holder import LOCK, LockHolder, holder_of, start_of
 from midflight.errors import ConfigError
 from midflight.run.launcher import replaced_files
 from midflight.run.launcher.folder import FAILED_LOGS, put_back, replaces, unwritable
+from midflight.run.launcher.permissions import close_folder, files_for
 
 ENDING_SECONDS = 60.0
 """The seconds that the parts of a killed launcher may take to end. They end by themselves in a few
@@ -36,8 +37,9 @@ def check_free(folder: Path) -> None:
 
 
 @contextmanager
-def hold_folder(folder: Path, say: Callable[[str], None]) -> Generator[FileIO]:
-    """Makes the folder and holds it. Yields the lock, for the processes that write there too.
+def hold_folder(folder: Path, say: Callable[[str], None], *, group: str = "") -> Generator[FileIO]:
+    """Makes the folder and holds it. Yields the lock, for the processes that write there too. Only
+    this user may enter it, and those of the group, if there is one.
 
     Raises `ConfigError` with the present holder if there is one. The folder of a killed process is
     taken over, and `say` reports that. A run that was set aside is put back, or deleted, at the
@@ -45,10 +47,19 @@ def hold_folder(folder: Path, say: Callable[[str], None]) -> Generator[FileIO]:
     """
     is_new = not folder.exists()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = _locked(folder / LOCK)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with files_for(group):
+            folder.mkdir(exist_ok=True)
+            lock = _locked(folder / LOCK)
     except OSError as error:
         raise unwritable(folder, error) from error
+    with files_for(group):
+        yield from _held(folder, lock, say, group=group, is_new=is_new)
+
+
+def _held(
+    folder: Path, lock: FileIO, say: Callable[[str], None], *, group: str, is_new: bool
+) -> Generator[FileIO]:
     try:
         check_free(folder)
         left = holder_of(folder)
@@ -65,6 +76,7 @@ def hold_folder(folder: Path, say: Callable[[str], None]) -> Generator[FileIO]:
         with _clear_words(folder):
             _settle(folder, say)
         _delete_gone(folder, say)
+        close_folder(folder, group, say)
         yield lock
     finally:
         holder = holder_of(folder)

@@ -21,6 +21,7 @@ from midflight.run.launcher.checks.check import Findings
 from midflight.run.launcher.checks.folder import check_run_folder
 from midflight.run.launcher.folder import CONFIG, ROWS, kept, prepare, set_aside
 from midflight.run.launcher.folder_lock import hold_folder
+from midflight.run.launcher.permissions import close_store
 from midflight.run.launcher.program import Program
 from midflight.run.launcher.replaced_files import is_aside
 from midflight.run.launcher.ring import Ring
@@ -34,6 +35,7 @@ from midflight.run.parts import (
     Purpose,
     Ready,
 )
+from midflight.trajectories.pairs import store_path
 from midflight.types import Version
 from midflight.wire.hosts import exposure, is_loopback
 
@@ -61,6 +63,8 @@ def _begin_in(folder: Path, config: Config, *, resume: bool, say: Callable[[str]
             "one ends before that, it is put back."
         )
     prepare(folder, config, resume=resume)
+    if config.run.store_folder is not None:
+        close_store(store_path(folder, config.run.store_folder))
 
 
 def train(
@@ -81,7 +85,7 @@ def train(
     token = control_token(None)
     with (
         Terminal(program.console, as_json=as_json(config)) as terminal,
-        hold_folder(folder, terminal.say) as lock,
+        hold_folder(folder, terminal.say, group=config.run.share_with_group) as lock,
     ):
         # again: while it was not held, another process may have used it
         check_run_folder(
@@ -128,7 +132,10 @@ def rollouts(
     model = _model(config.model.path)
     chosen = control_token(token)
     folder = Path(config.run.folder)
-    with Terminal(as_json=as_json(config)) as terminal, hold_folder(folder, terminal.say) as lock:
+    with (
+        Terminal(as_json=as_json(config)) as terminal,
+        hold_folder(folder, terminal.say, group=config.run.share_with_group) as lock,
+    ):
         check_run_folder(config, resume=False, overwrite=overwrite, trains=False)
         _begin_in(folder, config, resume=False, say=terminal.say)
         terminal.say(opening.rolling_out(config))
@@ -178,7 +185,9 @@ def serve(config: Config, *, token: str | None) -> int:
     chosen = control_token(token)
     with (
         Terminal(as_json=as_json(config)) as terminal,
-        hold_folder(Path(config.run.folder), terminal.say) as lock,
+        hold_folder(
+            Path(config.run.folder), terminal.say, group=config.run.share_with_group
+        ) as lock,
     ):
         terminal.say(opening.serving(config))
         warn(terminal, config, anonymous=True)
@@ -200,7 +209,9 @@ def evaluate(config: Config, model: Path, *, program: Program | None = None) -> 
     program = program or Program()
     with (
         Terminal(program.console, as_json=as_json(config)) as terminal,
-        hold_folder(Path(config.run.folder), terminal.say) as lock,
+        hold_folder(
+            Path(config.run.folder), terminal.say, group=config.run.share_with_group
+        ) as lock,
     ):
         section = config.model.model_copy(update={"path": model})
         terminal.say(opening.evaluating(config.model_copy(update={"model": section})))
@@ -280,7 +291,10 @@ def rollback(config: Config, *, to: Version) -> int:
     from midflight.run.trainer.rollback import roll_back
 
     folder = Path(config.run.folder)
-    with Terminal() as terminal, hold_folder(folder, terminal.say):
+    with (
+        Terminal() as terminal,
+        hold_folder(folder, terminal.say, group=config.run.share_with_group),
+    ):
         groups = roll_back(folder, to, run=config.run.name, store_folder=config.run.store_folder)
         terminal.say(
             f"{folder} is back at version {to}: {groups} groups of tasks that were trained since "

@@ -63,6 +63,7 @@ class LocalProcess:
         not the one of this process. After the end of this process it has `seconds` to end.
         """
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        self.log.touch(0o640)  # not to others, also where the launcher's umask does not reach
         with self.log.open("ab") as log:
             self._log_began = log.tell()
             self._process = await asyncio.create_subprocess_exec(

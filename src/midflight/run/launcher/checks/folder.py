@@ -18,6 +18,7 @@ from midflight.run.launcher.checks.check import Caller, Finding, Plan, ok, warni
 from midflight.run.launcher.checks.model import check_same_model
 from midflight.run.launcher.folder import ROWS, can_go_on, kept, num_bytes_of_run, places_of
 from midflight.run.launcher.folder_lock import check_free
+from midflight.run.launcher.permissions import group_id
 from midflight.trajectories.pairs import check_local, shard_stores, store_path
 from midflight.weights.transports.memory_files import SHARED, shared_free
 
@@ -26,6 +27,8 @@ def run_folder(plan: Plan) -> Iterator[Finding]:
     """Checks that the run may begin or go on in its folder. A run that is kept there is only a
     warning where nothing is started and neither `--resume` nor `--overwrite` is given.
     """
+    if plan.config.run.share_with_group:
+        group_id(plan.config.run.share_with_group)
     if plan.caller is Caller.START or plan.resume or plan.overwrite:
         check_run_folder(
             plan.config,

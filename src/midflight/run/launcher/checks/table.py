@@ -18,6 +18,7 @@ from midflight.run.launcher.checks import (
     environment,
     fit,
     folder,
+    isolation,
     machine,
     model,
     own_trainer,
@@ -63,6 +64,7 @@ AT_ONCE = (
 IN_TRIAL = (
     # these need the user's code, or libraries that this process does without
     Check(environment.environment, RUN),
+    Check(isolation.isolation, RUN),
     Check(tasks.sources, RUN),
     Check(tasks.columns, RUN),
     Check(model.tokenizer, MODEL),
