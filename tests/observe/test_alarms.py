@@ -136,4 +136,6 @@ def test_steps_far_from_their_policy_are_said_with_their_readings_and_not_again_
         far = () if version in (1, 3) else ("k1 is 0.5, beyond 0.3",)
         watched.apply(Stepped(version, version, 0.0, 1.0, num_tokens=5, metrics={}, alarms=far))
     (said,) = watched.said("off_policy")
-    assert said.startswith("the step to version 6, the last of 3 in a row: k1 is 0.5, beyond 0.3. ") and "lower rollout.max_staleness" in said
+    assert (
+        said.startswith("the step to version 6, the last of 3 in a row: k1 is 0.5, beyond 0.3. ") and "lower rollout.max_staleness" in said
+    )

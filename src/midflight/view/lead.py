@@ -34,6 +34,11 @@ def lead(of: RunDescription, past: JournalHistory) -> str:
     cards.append(_reward(past, texts))
     cards.append(_progress(of, past, texts))
     cards.append(_verdict(of.summary, texts))
+    if "advice" in texts:
+        cards.append(
+            f'<div class="panel advice"><span class="note">advice</span>'
+            f"{told('advice', texts['advice'])}</div>"
+        )
     return f'<div class="lead">{"".join(cards)}</div>'
 
 
@@ -150,15 +155,11 @@ def _verdict(summary: Summary, texts: dict[str, str]) -> str:
         for name, share in bars.items()
         if share is not None
     )
-    advice = ""
-    if "advice" in texts:
-        advice = f'<span class="advice note">{told("advice", texts["advice"])}</span>'
     return _card(
         "verdict",
         f'<span class="row">{tag(summary.bound.value, BOUND_TAGS.get(summary.bound, "warn"))}</span>',
         f'<div class="meters">{rows}</div>',
         f'<span class="fine">{told("who was busy", texts["who was busy"])}</span>',
-        advice,
         wide=True,
     )
 
