@@ -22,8 +22,8 @@ ALIKE_SHARE = 0.75
 are alike more often than that if the model is right less than once in 28 times.
 """
 LEARNED = 0.1
-"""If the mean reward has risen by this much since the first groups, groups that are all right are
-what the run was made for, and no alarm.
+"""If the mean reward has risen by this much since the first groups, the run learns from its tasks:
+that many of them are all right by now is what it was made for, and no alarm.
 """
 ROLLOUTS = 64
 """The number of rollouts that the alarm on answers cut short looks back on."""
@@ -108,8 +108,8 @@ class LearningAlarms:
             self._first_mean = mean
         middle = (min(rewards) + max(rewards)) / 2
         num_low = sum(reward < middle for reward in alike)
-        is_learned = 2 * num_low < len(alike) and mean >= self._first_mean + LEARNED
-        if len(alike) >= ALIKE_SHARE * len(self._groups) and not is_learned:
+        is_learning = mean >= self._first_mean + LEARNED
+        if len(alike) >= ALIKE_SHARE * len(self._groups) and not is_learning:
             self._say("groups_alike", self._alike(alike, rewards, num_low))
 
     def _alike(self, alike: list[float], rewards: list[float], num_low: int) -> str:
