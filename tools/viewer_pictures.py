@@ -67,6 +67,7 @@ def take(browser: Browser, address: str, out: Path) -> None:
     said = groups.locator(".cells a").first.get_attribute("href")
     origin = address.partition("/run/")[0]
     conversation = opened(browser, f"{origin}{said}&color=logprob")
+    conversation.wait_for_selector(".tokens")
     write(conversation, out / "viewer-conversation.png")
 
 

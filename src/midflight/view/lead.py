@@ -171,18 +171,21 @@ HEIGHT = 30
 
 
 def sparkline(points: Sequence[tuple[float, float]]) -> str:
-    """A small line as SVG. What it says that matters stands beside it as text."""
+    """A small line of rewards as SVG, from 0 to 1 unless some lie beyond. What it says that matters
+    stands beside it as text.
+    """
     shown = thinned(list(points))
     if len(shown) < 2:
         return ""
     ats = [at for at, _ in shown]
     values = [value for _, value in shown]
     wide = max(ats) - min(ats) or 1.0
-    high = max(values) - min(values) or 1.0
+    low = min([0.0, *values])
+    high = max([1.0, *values])
     places: list[str] = []
     for at, value in shown:
         x = WIDTH * (at - ats[0]) / wide
-        y = HEIGHT - 2 - (HEIGHT - 4) * (value - min(values)) / high
+        y = HEIGHT - 2 - (HEIGHT - 4) * (value - low) / (high - low)
         places.append(f"{x:.1f},{y:.1f}")
     line = " L".join(places)
     return (

@@ -22,6 +22,9 @@ LONG = 24
 with one.
 """
 
+LONG_FIGURE = 50
+"""The letters from which on a figure has a row of its own."""
+
 
 @dataclass(frozen=True, slots=True)
 class Markup:
@@ -59,7 +62,8 @@ def facts(pairs: Sequence[tuple[str, str]]) -> None:
 
 def _tile(name: str, text: str) -> str:
     name = escape(name)
-    return f'<div><span class="note">{name}</span>{told(name, text)}</div>'
+    kind = ' class="long"' if len(text) > LONG_FIGURE else ""
+    return f'<div{kind}><span class="note">{name}</span>{told(name, text)}</div>'
 
 
 def told(name: str, text: str) -> str:

@@ -163,12 +163,13 @@ def _findings(visit: PageRequest, times: Times, of: RunDescription) -> None:
     figures that the lead does not have.
     """
     past = visit.run.readings.past
-    with widgets.two_columns():
+    is_calm = not past.alarms and not any(step.failures for step in past.steps)
+    with ui.element("div").classes("one" if is_calm else "two"):
         with widgets.panel():
             widgets.section("Findings")
             if not past.steps and not past.alarms:
                 ui.label("No step has been made yet: charts appear with the first.").classes("note")
-            elif not past.alarms and not any(step.failures for step in past.steps):
+            elif is_calm:
                 ui.label("No alarm, and no rollout failed.").classes("calm")
             _alarms(visit, past.alarms)
             _failures(visit, times, past)
