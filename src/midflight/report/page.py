@@ -29,8 +29,10 @@ from midflight.types import Json
 FORMATS = {".html": "page.html", ".md": "page.md"}
 MAX_SAMPLES = 3
 """The number of samples of each kind that are shown: a page is read by people."""
-LED_BY = ("reward, last step", "who was busy", "advice", "steps", "state")
+LED_BY = ("reward, last step", "steps", "state")
 """The figures at the top of the page, after the held-out scores."""
+VERDICT = ("who was busy", "advice")
+"""The sentences below them."""
 SHOWN = {
     "best": "reward was highest",
     "worst": "reward was lowest",
@@ -71,7 +73,9 @@ class RunReport:
         texts = dict(self.numbers)
         scores = [(label, text) for label, text in self.numbers if label.startswith("held-out ")]
         others = [(label, texts[label]) for label in LED_BY if label in texts]
-        return [*scores, *others, ("alarms", str(len(self.alarms)) if self.alarms else "none")]
+        verdict = [(label, texts[label]) for label in VERDICT if label in texts]
+        alarms = ("alarms", str(len(self.alarms)) if self.alarms else "none")
+        return [*scores, *others, alarms, *verdict]
 
 
 @dataclass(slots=True)
