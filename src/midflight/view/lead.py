@@ -144,9 +144,7 @@ def _progress(of: RunDescription, past: JournalHistory, texts: dict[str, str]) -
 
 def _verdict(summary: Summary, texts: dict[str, str]) -> str:
     if "who was busy" not in texts:
-        said = (
-            '<span class="note">No step has been made, so that nothing bounds the run yet.</span>'
-        )
+        said = '<span class="note">Not known yet: no step has told who was busy.</span>'
         return _card("verdict", said, wide=True)
     bars = {"engines": summary.engine_busy, "their slots": summary.slots_used}
     bars["trainer"] = summary.trainer_busy
