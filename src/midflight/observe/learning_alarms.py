@@ -102,15 +102,15 @@ class LearningAlarms:
         alike = [group[0] for group in self._groups if min(group) == max(group)]
         if len(self._groups) != self._groups.maxlen:
             return
-        rewards = list(chain.from_iterable(self._groups))
-        mean = sum(rewards) / len(rewards)
+        every = list(chain.from_iterable(self._groups))
+        mean = sum(every) / len(every)
         if self._first_mean is None:
             self._first_mean = mean
-        middle = (min(rewards) + max(rewards)) / 2
+        middle = (min(every) + max(every)) / 2
         num_low = sum(reward < middle for reward in alike)
         is_learning = mean >= self._first_mean + LEARNED
         if len(alike) >= ALIKE_SHARE * len(self._groups) and not is_learning:
-            self._say("groups_alike", self._alike(alike, rewards, num_low))
+            self._say("groups_alike", self._alike(alike, every, num_low))
 
     def _alike(self, alike: list[float], rewards: list[float], num_low: int) -> str:
         total = len(self._groups)
