@@ -130,11 +130,12 @@ def test_without_a_line_of_the_user_the_last_place_is_shown() -> None:
     assert own_frames(trace.replace("site-packages", "own").replace("go()", "g" * 500))[0].endswith("g…")
 
 
-def test_a_step_far_from_its_policy_is_said_with_its_readings_and_not_again_for_a_while() -> None:
+def test_steps_far_from_their_policy_are_said_with_their_readings_and_not_again_for_a_while() -> None:
     watched = Watched()
-    for version in (1, 2, 3):
-        watched.apply(
-            Stepped(version, version, 0.0, 1.0, num_tokens=5, metrics={}, alarms=("k1 is 0.5, beyond 0.1",) if version > 1 else ())
-        )
+    for version in (1, 2, 3, 4, 5, 6, 7):
+        far = () if version in (1, 3) else ("k1 is 0.5, beyond 0.3",)
+        watched.apply(Stepped(version, version, 0.0, 1.0, num_tokens=5, metrics={}, alarms=far))
     (said,) = watched.said("off_policy")
-    assert said.startswith("the step to version 2: k1 is 0.5, beyond 0.1. ") and "lower rollout.max_staleness" in said
+    assert (
+        said.startswith("the step to version 6, the last of 3 in a row: k1 is 0.5, beyond 0.3. ") and "lower rollout.max_staleness" in said
+    )

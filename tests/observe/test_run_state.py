@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -265,11 +266,25 @@ def test_a_run_knows_whether_engines_and_trainer_have_all_cores() -> None:
     def use(*overrides: str, cores: int = 2) -> CoreUse:
         return core_use(load_config(None, overrides), cores)
 
-    assert use() == CoreUse(are_full=True, can_lend=True), "an engine and a trainer with a thread each"
-    assert use(cores=3) == CoreUse()
-    assert use("trainer.threads=2", cores=3) == FULL
-    assert use("engine.lend=true") == CoreUse(are_full=True)
-    assert use("engine.device=cuda") == CoreUse()
+    one = {"can_give": False, "has_one_engine": True}
+    assert use() == CoreUse(are_full=True, can_lend=True, **one), "an engine and a trainer with a thread each"
+    assert use(cores=3) == CoreUse(has_one_engine=True)
+    assert use("trainer.threads=2", cores=3) == CoreUse(are_full=True, can_lend=True, can_shift=True, **one)
+    assert use("engine.lend=true") == CoreUse(are_full=True, **one)
+    assert use("engine.device=cuda") == CoreUse(has_one_engine=True)
+    assert use("engine.threads=2") == CoreUse(are_full=True, can_lend=True, has_one_engine=True)
+    assert use("engine.count=2") == CoreUse(are_full=True, can_lend=True)
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3])
+def test_a_run_of_one_engine_with_one_thread_is_never_told_to_have_fewer(cores: int) -> None:
+    """The demo's own run, whichever side bounds it."""
+    used = core_use(load_config(Path("configs/demo.toml"), []), cores)
+    for engine, trainer, slots in ((0.5, 1.0, None), (1.0, 0.95, 0.3), (1.0, 0.5, 0.9), (0.5, 0.5, 0.2), (0.9, 0.9, 0.9)):
+        _, advice = find_bottleneck(engine_busy=engine, trainer_busy=trainer, slots_used=slots, cores=used)
+        assert "fewer" not in advice, advice
+    _, several = find_bottleneck(engine_busy=0.5, trainer_busy=1.0, cores=core_use(load_config(None, ["engine.count=2"]), 9))
+    assert "or fewer engines" in several
 
 
 def test_a_rate_forgets_what_left_its_window() -> None:

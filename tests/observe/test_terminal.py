@@ -69,6 +69,18 @@ def test_training_shows_progress_reward_staleness_speed_waiting_and_eta() -> Non
     assert "trouble" not in text and "advice" not in text
 
 
+@pytest.mark.parametrize("width", [80, 140])
+def test_nothing_is_cut_on_a_narrow_or_a_wide_terminal(width: int) -> None:
+    advice = "the trainer is idle 50%, and every core computes already, so that more engines or threads would not help: a machine with more cores"
+    status = replace(TRAINING, bound=Bound.GENERATION, advice=advice, failures={"ZeroDivisionError": 12, "KeyError": 3})
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
+    console.print(panel(status))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert {len(line) for line in lines} == {width} and not any("…" in line for line in lines)
+    said = " ".join(line.strip("│").strip() for line in lines)
+    assert advice in " ".join(said.split()) and "held out 0.500 → 0.800 (256 tasks)" in said
+
+
 def test_the_handful_of_readings_that_matter_is_shown_and_the_advice() -> None:
     status = replace(
         TRAINING,

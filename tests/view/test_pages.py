@@ -51,7 +51,7 @@ def test_a_page_shows_the_runs_numbers_as_text_with_three_decimals(tmp_path: Pat
         assert (value(page, "state"), value(page, "steps"), value(page, "reward, last step")) == ("stopped", "2 of 4", "0.667")
         assert value(page, "held-out sums") == "0.250 → 0.750 (8 tasks)"
         assert "generating 0.500 s (50%); waiting for a first token 0.250 s (25%); environment 0.250 s (25%)" in page.inner_text(".page")
-        expect(page.locator('[data-test="chart Reward by source"] canvas')).to_be_visible()
+        expect(page.locator('[data-test="chart Reward by source"] svg')).to_be_visible()
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -63,7 +63,7 @@ def test_scores_and_links_are_there_before_a_program_of_the_page_runs(tmp_path: 
         page.goto(address)
         assert value(page, "held-out sums") == "0.250 → 0.750 (8 tasks)"
         assert page.locator("body > #app > div").first.evaluate("e => getComputedStyle(e).backgroundColor") == (
-            "rgb(18, 18, 18)" if dark else "rgba(0, 0, 0, 0)"
+            "rgb(15, 18, 21)" if dark else "rgb(246, 247, 248)"
         )
         page.locator('table[data-test="failures"] a').first.click()
         page.wait_for_url("**/groups?failure=ZeroDivisionError**")
@@ -73,7 +73,7 @@ def test_scores_and_links_are_there_before_a_program_of_the_page_runs(tmp_path: 
 def test_a_page_takes_the_place_of_what_was_shown_before_its_programs(tmp_path: Path, look: Look) -> None:
     with viewing(made_run(tmp_path / "a", score_line(0, 0.25), step_line(1, 0.5))) as address:
         page = look(address)
-        expect(page.locator('[data-test="chart Reward by source"] canvas')).to_be_visible()
+        expect(page.locator('[data-test="chart Reward by source"] svg')).to_be_visible()
         assert page.locator(".page").count() == 1 and page.locator(".shown").count() == 0
 
 

@@ -93,12 +93,15 @@ def test_groups_show_the_numbers_of_the_store_a_page_at_a_time(tab: Page, addres
     assert named(tab, "counted") == "groups 1 to 25 of 30"
     store = page_of(folders / "good", GroupFilter(), number=25)
     for group in store.groups:
-        row = named(tab, f"group 0-{group.key.index}-0").split("\t")
-        assert row[0].startswith(group.task.id)
-        assert (row[3], row[4]) == (f"{group.mean:.3f}", f"{group.spread:.3f}")
+        row = tab.locator(f'[data-test="group 0-{group.key.index}-0"]')
+        assert row.inner_text().strip().startswith(group.task.id)
+        shown = [row.locator(f'[data-test="{name}"]').inner_text() for name in ("mean", "spread")]
+        assert shown == [f"{group.mean:.3f}", f"{group.spread:.3f}"]
     tab.locator('[data-test="next page"]').click()
     expect(tab.locator('[data-test="counted"]')).to_have_text("groups 26 to 30 of 30")
-    assert "step 1: trained, made version 1" in named(tab, "group 0-0-0")
+    fate = tab.locator('[data-test="group 0-0-0"] td.fate')
+    assert fate.inner_text().split() == ["trained", "version", "1,", "step", "1"]
+    assert fate.locator(".tag").get_attribute("title") == "trained, made version 1"
 
 
 def test_filters_words_and_sorting_stand_in_the_address_and_are_kept(tab: Page, address: str) -> None:

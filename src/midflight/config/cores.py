@@ -23,6 +23,10 @@ class CoreUse:
     """The trainer's cores could generate while it waits, and do not (`engine.lend`)."""
     can_shift: bool = False
     """The trainer has several threads, of which some could be the engines'."""
+    can_give: bool = True
+    """The engines have several threads, of which some could be the trainer's."""
+    has_one_engine: bool = False
+    """There is one engine, and fewer cannot be advised."""
 
 
 def own_cores() -> int:
@@ -38,12 +42,15 @@ def core_use(config: Config, cores: int) -> CoreUse:
     """
     engine = config.engine
     trainer = config.trainer
+    has_one_engine = engine.count == 1
     is_here = config.cluster.kind == "local" and engine.device == "cpu" and not engine.urls
     if not is_here or computing_threads(config) < cores:
-        return CoreUse()
+        return CoreUse(has_one_engine=has_one_engine)
     is_lendable = engine.kind == "embedded" and trainer.device == "cpu" and not engine.lend
     return CoreUse(
         are_full=True,
         can_lend=is_lendable,
         can_shift=trainer.device == "cpu" and trainer.threads > 1,
+        can_give=engine.count * engine.threads > 1,
+        has_one_engine=has_one_engine,
     )

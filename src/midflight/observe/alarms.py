@@ -25,6 +25,9 @@ EQUAL_STEPS = 3
 """Steps' worth of rollouts without a difference between their rewards: one batch of hard tasks is
 no alarm.
 """
+OFF_POLICY_STEPS = 3
+"""Steps in a row whose readings are out of their bounds: a single step may have a few rare tokens.
+"""
 
 WHY_DROPPED = {
     Reason.NO_REWARD: (
@@ -91,6 +94,7 @@ class Alarms:
         self._recent: deque[str | None] = deque(maxlen=WINDOW)  # the class of each try that failed
         self._reward: float | None = None
         self._num_equal = 0
+        self._num_off_policy = 0
         self._lost: set[str] = set()
         self._teaching = None if learning is None else LearningAlarms(self._say, learning)
 
@@ -122,9 +126,14 @@ class Alarms:
     def _stepped(self, step: facts.Stepped) -> None:
         """Raises one alarm for one cause: for the first steps that is their size."""
         is_too_large = self._teaching is not None and self._teaching.stepped(step)
-        if step.alarms and not is_too_large:
+        self._num_off_policy = self._num_off_policy + 1 if step.alarms else 0
+        if self._num_off_policy >= OFF_POLICY_STEPS and not is_too_large:
             readings = "; ".join(step.alarms)
-            self._say("off_policy", f"the step to version {step.version}: {readings}. {TOO_FAR}")
+            self._say(
+                "off_policy",
+                f"the step to version {step.version}, the last of {self._num_off_policy} in a row: "
+                f"{readings}. {TOO_FAR}",
+            )
 
     def _say(self, name: str, text: str, *, about: str = "") -> bool:
         """Raises an alarm, unless the same was raised a short while ago. Returns whether it did."""

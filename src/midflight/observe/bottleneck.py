@@ -68,9 +68,13 @@ def _more_generation(free: float | None, cores: CoreUse) -> str:
 
 
 def _more_training(cores: CoreUse) -> str:
-    if cores.are_full:
+    """Advice that lets the trainer train faster. It takes from the engines only what they have."""
+    if cores.are_full and cores.can_give:
         return (
             "more trainer.threads for fewer engine.threads or engine.count, or more "
             "trainer.micro_batch_tokens"
         )
-    return "more trainer.threads or trainer.micro_batch_tokens, or fewer engines"
+    if cores.are_full:
+        return "more trainer.micro_batch_tokens, or a machine with more cores for trainer.threads"
+    fewer = "" if cores.has_one_engine else ", or fewer engines"
+    return f"more trainer.threads or trainer.micro_batch_tokens{fewer}"

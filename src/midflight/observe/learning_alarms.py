@@ -21,6 +21,10 @@ ALIKE_SHARE = 0.75
 """It is raised if the rewards of this share of those groups are alike. The rewards of a group of 8
 are alike more often than that if the model is right less than once in 28 times.
 """
+LEARNED = 0.1
+"""If the mean reward has risen by this much since the first groups, the run learns from its tasks:
+that many of them are all right by now is what it was made for, and no alarm.
+"""
 ROLLOUTS = 64
 """The number of rollouts that the alarm on answers cut short looks back on."""
 MIN_ROLLOUTS = 32
@@ -74,6 +78,7 @@ class LearningAlarms:
         )
         self._rollouts: deque[facts.RolloutEnded] = deque(maxlen=ROLLOUTS)
         self._distance: float | None = None
+        self._first_mean: float | None = None
 
     def apply(self, fact: facts.Fact) -> None:
         match fact:
@@ -95,15 +100,20 @@ class LearningAlarms:
             return
         self._groups.append(rewards)
         alike = [group[0] for group in self._groups if min(group) == max(group)]
-        is_full = len(self._groups) == self._groups.maxlen
-        if is_full and len(alike) >= ALIKE_SHARE * len(self._groups):
-            self._say("groups_alike", self._alike(alike))
-
-    def _alike(self, alike: list[float]) -> str:
-        total = len(self._groups)
-        rewards = list(chain.from_iterable(self._groups))
-        middle = (min(rewards) + max(rewards)) / 2
+        if len(self._groups) != self._groups.maxlen:
+            return
+        every = list(chain.from_iterable(self._groups))
+        mean = sum(every) / len(every)
+        if self._first_mean is None:
+            self._first_mean = mean
+        middle = (min(every) + max(every)) / 2
         num_low = sum(reward < middle for reward in alike)
+        is_learning = mean >= self._first_mean + LEARNED
+        if len(alike) >= ALIKE_SHARE * len(self._groups) and not is_learning:
+            self._say("groups_alike", self._alike(alike, every, num_low))
+
+    def _alike(self, alike: list[float], rewards: list[float], num_low: int) -> str:
+        total = len(self._groups)
         if self._options.draws_others:
             spent = "others were drawn in their place"
         else:

@@ -29,6 +29,10 @@ from midflight.types import Json
 FORMATS = {".html": "page.html", ".md": "page.md"}
 MAX_SAMPLES = 3
 """The number of samples of each kind that are shown: a page is read by people."""
+LED_BY = ("reward, last step", "steps", "state")
+"""The figures at the top of the page, after the held-out scores."""
+VERDICT = ("who was busy", "advice")
+"""The sentences below them."""
 SHOWN = {
     "best": "reward was highest",
     "worst": "reward was lowest",
@@ -62,6 +66,16 @@ class RunReport:
     loss: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     """The parts that could not be shown, and the reasons."""
+
+    @property
+    def lead(self) -> list[tuple[str, str]]:
+        """The numbers that a reader looks for first, and the number of alarms."""
+        texts = dict(self.numbers)
+        scores = [(label, text) for label, text in self.numbers if label.startswith("held-out ")]
+        others = [(label, texts[label]) for label in LED_BY if label in texts]
+        verdict = [(label, texts[label]) for label in VERDICT if label in texts]
+        alarms = ("alarms", str(len(self.alarms)) if self.alarms else "none")
+        return [*scores, *others, alarms, *verdict]
 
 
 @dataclass(slots=True)

@@ -7,18 +7,20 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
+from html import escape
 from urllib.parse import quote
 
 import uvicorn
 from fastapi import FastAPI
 from fastapi.middleware.gzip import GZipMiddleware
-from fastapi.responses import RedirectResponse, Response
+from fastapi.responses import HTMLResponse, RedirectResponse, Response
+from nicegui import app as served
 from nicegui import ui
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from midflight.archive.runs import ArchivedRun
-from midflight.errors import MidflightError
+from midflight.errors import MidflightError, NoRun
 from midflight.view import widgets
 from midflight.view.guard import TokenGuard
 from midflight.view.pages import conversation, groups, ledger, overview, run, time
@@ -85,12 +87,14 @@ def build(
         async def draw() -> None:
             chosen = shelf.run(slug)
             if page not in pages:
+                ui.context.client.status_code = 404
                 raise MidflightError(f"there is no page {page!r}; there are {', '.join(pages)}.")
             visit = PageRequest(chosen, shelf.runs(), dict(request.query_params))
             await _page(pages[page], visit, request)
 
         await _told(draw, request)
 
+    served.exception_handler(404)(_unknown)
     # Compressing what a browser of this machine loads takes longer than loading it, and Tailwind's
     # compiler of styles is not used.
     compressing = None if is_loopback(host) else GZipMiddleware
@@ -146,6 +150,9 @@ async def _told(draw: Callable[[], Awaitable[None]], request: Request) -> None:
     """Draws a page. An error that is meant for people becomes the page."""
     try:
         await draw()
+    except NoRun as error:
+        ui.context.client.status_code = 404
+        _problem("This can't be shown", str(error), request)
     except MidflightError as error:
         _problem("This can't be shown", str(error), request)
     except Exception as error:
@@ -157,6 +164,23 @@ async def _told(draw: Callable[[], Awaitable[None]], request: Request) -> None:
             request,
         )
     ui.add_body_html(widgets.at_first(ui.context.client.content, look=_look(request)))
+
+
+async def _unknown(request: Request, _: Exception) -> Response:
+    """The answer to an address that no page has: it leads to the runs. It needs no program."""
+    if "text/html" not in request.headers.get("accept", ""):
+        return Response("there is nothing at this address", 404, media_type="text/plain")
+    look = _look(request)
+    return HTMLResponse(
+        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" '
+        'content="width=device-width, initial-scale=1"><title>No such page · Midflight</title>'
+        f"<style>{widgets.STYLE}</style>"
+        f'<div id="app"><div class="shown {look}"><nav class="bar"><a href="/">Midflight</a></nav>'
+        '<div class="page"><h1>There is no such page</h1><p class="trouble" role="alert" '
+        f'data-test="problem">Nothing is at {escape(request.url.path)}.</p>'
+        '<a href="/" data-test="home">All runs</a></div></div></div></html>',
+        status_code=404,
+    )
 
 
 def _look(request: Request) -> str:
@@ -176,8 +200,8 @@ def _problem(title: str, text: str, request: Request) -> None:
     ui.context.client.content.clear()
     with _frame(None, (), title, request):
         problem = ui.label(text).props('role="alert" data-test="problem"')
-        problem.style("overflow-wrap: anywhere; white-space: pre-line")
-        ui.link("All runs", "/")
+        problem.classes("trouble").style("white-space: pre-line")
+        ui.link("All runs", "/").props('data-test="home"')
 
 
 def _frame(
@@ -194,23 +218,35 @@ def _frame(
     with ui.element("nav").classes("bar").props('aria-label="Pages"'):
         ui.link("Midflight", "/")
         if visit is not None:
-            for page in PAGES:
-                if page.in_menu:
-                    link = ui.link(page.title, visit.link(page.name))
-                    link.props(f'data-test="menu {page.name}"')
-                    if page.title == title:
-                        link.classes("here").props('aria-current="page"')
+            _menu(visit, title)
             _choice(visit, title)
-        ui.element("span").style("flex: 1")
-        for name in LOOKS:
-            link = ui.link(name, f"/looks/{name}?to={quote(here)}")
-            link.props(f'data-test="look {name}"')
-            if name == look:
-                link.classes("here").props('aria-current="true"')
+        ui.element("span").classes("space")
+        with ui.element("span").classes("seg"):
+            for name in LOOKS:
+                link = ui.link(name, f"/looks/{name}?to={quote(here)}")
+                link.props(f'data-test="look {name}"')
+                if name == look:
+                    link.classes("here").props('aria-current="true"')
     main = ui.element("div").classes("page column")
-    with main, ui.element("h1"):
-        ui.label(f"{visit.run.slug}: {title}" if visit else title)
+    with main, ui.element("div").classes("head"), ui.element("h1"):
+        if visit is None:
+            ui.label(title)
+        else:
+            ui.html(
+                f'{escape(visit.run.slug)} <span class="where">{escape(title)}</span>',
+                sanitize=False,
+            )
     return main
+
+
+def _menu(visit: PageRequest, title: str) -> None:
+    with ui.element("span").classes("tabs"):
+        for page in PAGES:
+            if page.in_menu:
+                link = ui.link(page.title, visit.link(page.name))
+                link.props(f'data-test="menu {page.name}"')
+                if page.title == title:
+                    link.classes("here").props('aria-current="page"')
 
 
 def _choice(visit: PageRequest, title: str) -> None:

@@ -13,9 +13,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 COOKIE = "midflight_view"
 
 _ASKS = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Midflight</title><style>body{font:16px sans-serif;max-width:36rem;margin:4rem auto;padding:0 1rem;color-scheme:light dark}</style>
+<title>Midflight</title><style>
+:root { color-scheme: light dark; --paper: #f6f7f8; --ink: #14181d; --note: #57606b; --line: #dfe3e8; --accent: #1b5fab; }
+@media (prefers-color-scheme: dark) { :root { --paper: #0f1215; --ink: #e6e9ed; --note: #9ba6b2; --line: #2b323a; --accent: #7db8f7; } }
+body { font: .875rem/1.45 system-ui, sans-serif; max-width: 34rem; margin: 15vh auto; padding: 0 16px; background: var(--paper); color: var(--ink); }
+h1 { font-size: 1.375rem; } p { color: var(--note); }
+input, button { font: inherit; padding: 6px 10px; border: 1px solid var(--line); border-radius: 6px; } button { color: var(--accent); font-weight: 600; }
+</style>
 <h1>This viewer asks for its token</h1>
-<p>Who started it was told the token; that of a running run is in <code>endpoint.json</code> in the run's folder.</p>
+<p>It was printed where the viewer was started. The token of a running run is in <code>endpoint.json</code> in the run's folder.</p>
 <form><label>Token <input name="token" type="password" autofocus></label> <button>Look</button></form></html>"""
 
 

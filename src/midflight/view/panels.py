@@ -120,6 +120,8 @@ class Chart:
         names = [name for name in drawn if not name.endswith((", least", ", most"))]
         options: dict[str, Any] = axes(x="step", **more) | {"series": self.series}
         options["legend"] = {**options["legend"], "data": names, "show": len(names) > 1}
+        if len(names) == 1:
+            options["grid"] = {**options["grid"], "top": 10}
         return Panel(title, options, note)
 
 
@@ -134,6 +136,35 @@ def thinned(points: Points) -> Points:
         mean = sum(value for _, value in part) / len(part)
         means.append((part[-1][0], mean))
     return means
+
+
+SECTIONS = {
+    "Reward": "Learning",
+    "Reward by source": "Learning",
+    "Entropy": "Learning",
+    "Gradient norm": "Learning",
+    "Staleness": "Age of what is trained",
+    "Staleness, mean": "Age of what is trained",
+    "Tokens by age": "Age of what is trained",
+    "Effective sample size": "Age of what is trained",
+    "KL from what sampled": "Age of what is trained",
+    "Reward by component": "Rollouts",
+    "Tokens of a rollout": "Rollouts",
+    "Rollouts by length": "Rollouts",
+    "A rollout's time": "Rollouts",
+}
+"""The section of each chart."""
+OTHERS = "Engines and trainer"
+"""The section of the other charts."""
+
+
+def sectioned(panels: Iterable[Panel]) -> dict[str, list[Panel]]:
+    """The charts by the title of their section, in the order of the page."""
+    order = [*dict.fromkeys(SECTIONS.values()), OTHERS]
+    found: dict[str, list[Panel]] = {title: [] for title in order}
+    for panel in panels:
+        found[SECTIONS.get(panel.title, OTHERS)].append(panel)
+    return {title: those for title, those in found.items() if those}
 
 
 # --- One run --------------------------------------------------------------------------------------
@@ -378,18 +409,31 @@ def _overlaid(title: str, name: str, families: Mapping[str, Sequence[ArchivedRun
                 lines.smooth(label, points, color=color, dash=DASHES[at % 3])
         last = [points[-1][1] for points in each if points]
         if last:
-            said.append(f"{label} {number(sum(last) / len(last))}")
+            said.append(f"{label} {readable(sum(last) / len(last))}")
     return lines.panel(title, note="Last: " + ", ".join(said))
 
 
 # --- Pieces ---------------------------------------------------------------------------------------
 
 
+MAX_LABEL = 12
+"""Letters of a bar's name. Longer names are broken into lines."""
+
+
+def readable(value: float) -> str:
+    """A number of any size: with three decimals, unless it is large or very small."""
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    if value and abs(value) < 0.001:
+        return f"{value:.1e}"
+    return number(value)
+
+
 def _several(title: str, of: Mapping[str, Points], *, note: str = "") -> Panel | None:
     lines = Chart()
     for at, (name, points) in enumerate(of.items()):
         lines.line(name, points, color=COLORS[at % len(COLORS)], dash=DASHES[at % 3])
-    last = ", ".join(f"{name} {number(points[-1][1])}" for name, points in of.items() if points)
+    last = ", ".join(f"{name} {readable(points[-1][1])}" for name, points in of.items() if points)
     return lines.panel(title, note=f"Last: {last}. {note}".strip() if last else note)
 
 
@@ -409,11 +453,17 @@ def bars(
     ]
     options: dict[str, Any] = axes(x=x, kind="category") | {"series": drawn}
     options["yAxis"] = {**options["yAxis"], "scale": False}  # bars begin at zero
+    label: dict[str, Any] = {"color": GREY, "hideOverlap": True}
+    if max(len(str(name)) for name in names) > MAX_LABEL:
+        label = {"color": GREY, "interval": 0, "width": 84, "overflow": "break", "lineHeight": 14}
     options["xAxis"] = {
         **options["xAxis"],
         "data": [str(name) for name in names],
-        "axisLabel": {"color": GREY},
+        "axisLabel": label,
     }
+    if len(drawn) == 1:
+        options["legend"] = {**options["legend"], "show": False}
+        options["grid"] = {**options["grid"], "top": 10}
     return Panel(title, options, note)
 
 

@@ -1,56 +1,40 @@
-"""The elements of pages: their style, headings, tables and charts.
+"""The elements of pages: headings, figures, tables and charts, in the style of `style.css`.
 
-A chart is a canvas, which neither a keyboard nor a screen reader reads. Everything important in it
+A chart is a picture, which neither a keyboard nor a screen reader reads. Everything important in it
 is therefore beside it as text or links.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from nicegui import ui
 
-STYLE = """
-:root { --line: rgba(128,128,128,.3); --note: #616161; }
-.body--dark { --note: #b0b0b0; color-scheme: dark; }
-.nicegui-content { padding: 0; }
-body { font-family: system-ui, "Helvetica Neue", Helvetica, Arial, sans-serif; }
-.w-full { width: 100%; }
-.gap-1 { gap: 4px; }
-summary { display: list-item; cursor: pointer; }
-.shown { min-height: 100vh; }
-@media (prefers-color-scheme: dark) {
-  #app > .auto { background: var(--q-dark-page); color: #fff; --note: #b0b0b0; }
-  #app > .auto a { color: #7cc4f5; }
-}
-#app > .dark { background: var(--q-dark-page); color: #fff; --note: #b0b0b0; }
-#app > .dark a { color: #7cc4f5; }
-.unready { visibility: hidden; }
-.page { width: 100%; max-width: 1500px; margin: 0 auto; padding: 12px 16px 48px; gap: 4px; }
-.page h1, .page h2, .page h3 { line-height: 1.3; letter-spacing: normal; }
-.page h1 { font-size: 1.35rem; font-weight: 600; margin: 4px 0; overflow-wrap: anywhere; }
-.page h2 { font-size: 1.05rem; font-weight: 600; margin: 20px 0 4px; }
-.page a, .bar a { color: #0b62a0; text-decoration: underline; text-underline-offset: 2px; }
-.body--dark .page a, .body--dark .bar a { color: #7cc4f5; }
-a:focus-visible, button:focus-visible, input:focus-visible { outline: 3px solid #E69F00; outline-offset: 2px; }
-.bar { display: flex; flex-wrap: wrap; gap: 4px 16px; align-items: center; padding: 8px 16px; border-bottom: 1px solid var(--line); width: 100%; }
-.bar .here { font-weight: 700; text-decoration: none; }
-.note { color: var(--note); font-size: .875rem; white-space: pre-line; overflow-wrap: anywhere; }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 420px), 1fr)); gap: 12px 20px; width: 100%; }
-.charts > div { min-width: 0; }
-.charts h3 { font-size: .95rem; font-weight: 600; margin: 0; }
-.scroll { overflow-x: auto; width: 100%; }
-table.plain { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
-table.plain th, table.plain td { text-align: left; padding: 3px 14px 3px 0; border-bottom: 1px solid var(--line); vertical-align: top; max-width: 44rem; overflow-wrap: anywhere; }
-table.plain td { white-space: pre-line; }
-table.plain td:first-child { white-space: nowrap; }
-.tiles { display: flex; flex-wrap: wrap; gap: 6px 28px; }
-.tiles b { display: block; font-size: 1.15rem; font-weight: 600; font-variant-numeric: tabular-nums; }
-.trouble { border-left: 4px solid #D55E00; padding: 4px 0 4px 12px; margin: 4px 0; width: 100%; }
+from midflight.observe.readable import percent
+from midflight.types import Version
+from midflight.view.charting import version_color
+
+STYLE = (Path(__file__).parent / "style.css").read_text()
+LONG = 24
+"""A cell with more letters has a line of its own on a phone, and is no number, even if it begins
+with one.
 """
 
-Cell: TypeAlias = "str | tuple[str, str]"
-"""A text, or a text and the address to which it leads."""
+LONG_FIGURE = 50
+"""The letters from which on a figure has a row of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Markup:
+    """A cell that is HTML already, of a page's own making."""
+
+    html: str
+
+
+Cell: TypeAlias = "str | tuple[str, str] | Markup"
+"""A text, or a text and the address to which it leads, or HTML."""
 
 
 def section(title: str, note: str = "") -> None:
@@ -60,43 +44,111 @@ def section(title: str, note: str = "") -> None:
         ui.label(note).classes("note")
 
 
+def panel() -> ui.element:
+    """A box for what belongs together."""
+    return ui.element("div").classes("panel")
+
+
+def two_columns() -> ui.element:
+    """What stands in it is side by side where there is room."""
+    return ui.element("div").classes("two")
+
+
 def facts(pairs: Sequence[tuple[str, str]]) -> None:
-    """Numbers in a row, each under its name."""
+    """Numbers, each with its name."""
     tiles = "".join(_tile(name, text) for name, text in pairs)
-    ui.html(f'<div class="tiles">{tiles}</div>', sanitize=False)
+    ui.html(f'<div class="facts">{tiles}</div>', sanitize=False).classes("w-full")
 
 
 def _tile(name: str, text: str) -> str:
     name = escape(name)
-    return f'<div><span class="note">{name}</span><b data-test="{name}">{escape(text)}</b></div>'
+    kind = ' class="long"' if len(text) > LONG_FIGURE else ""
+    return f'<div{kind}><span class="note">{name}</span>{told(name, text)}</div>'
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[Cell]], *, name: str = "") -> None:
+def told(name: str, text: str) -> str:
+    """A figure as HTML. Tests find it by its name."""
+    return f'<b data-test="{escape(name)}">{escape(text)}</b>'
+
+
+def tag(text: str, kind: str = "", *, title: str = "") -> str:
+    """A short word on a pill, as HTML. `kind` is good, bad, warn, live or nothing."""
+    hint = f' title="{escape(title)}"' if title else ""
+    return f'<span class="tag {kind}"{hint}>{escape(text)}</span>'
+
+
+def meter(share: float | None) -> str:
+    """A small bar, as HTML, that is filled to a share."""
+    width = 0.0 if share is None else min(max(share, 0.0), 1.0)
+    return f'<span class="meter"><i style="width: {width:.1%}"></i></span>'
+
+
+def share(of: float | None) -> Markup:
+    """A share in numbers and as a small bar, one below the other in a column."""
+    return Markup(f'<span class="share">{percent(of)}</span>{meter(of)}')
+
+
+def version(number: Version, text: str = "") -> str:
+    """A version with its colour, as HTML: the colour is the same on every page."""
+    colour = version_color(number)
+    shown = escape(text or f"version {number}")
+    return f'<span class="v"><i style="background: {colour}" data-version="{number}"></i>{shown}</span>'
+
+
+def table(
+    columns: Sequence[str], rows: Sequence[Sequence[Cell]], *, name: str = "", pairs: bool = False
+) -> None:
     """A table, which tests and screen readers find by its `name`. It is one element however many
-    cells it has, because each element costs the viewer and the browser time.
+    cells it has, because each element costs the viewer and the browser time. On a phone each row is
+    a card, unless the rows are pairs.
     """
-    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
-    body = "".join(_table_row(row) for row in rows)
-    begin = f'<table class="plain" aria-label="{escape(name)}" data-test="{escape(name)}">'
+    right = [_is_numeric([row[at] for row in rows if at < len(row)]) for at in range(len(columns))]
+    heads = zip(columns, right, strict=True)
+    head = "".join(f'<th scope="col"{_kind(n=n)}>{escape(column)}</th>' for column, n in heads)
+    body = "".join(_table_row(row, columns, right) for row in rows)
+    kind = "plain pairs" if pairs else "plain"
+    begin = f'<table class="{kind}" aria-label="{escape(name)}" data-test="{escape(name)}">'
     made = f"{begin}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     ui.html(f'<div class="scroll">{made}</div>', sanitize=False).classes("w-full")
 
 
-def _table_row(row: Sequence[Cell]) -> str:
-    cells = "".join(f"<td>{_shown(cell)}</td>" for cell in row)
-    return f"<tr>{cells}</tr>"
+def _is_numeric(cells: Sequence[Cell]) -> bool:
+    """True if each cell of the column is a number, with a unit or without."""
+    texts = [cell for cell in cells if cell != ""]
+    return bool(texts) and all(
+        isinstance(text, str) and len(text) <= LONG and text[0] in "0123456789–" for text in texts
+    )
+
+
+def _kind(*, n: bool = False, long: bool = False) -> str:
+    names = [name for name, holds in (("n", n), ("long", long)) if holds]
+    return f' class="{" ".join(names)}"' if names else ""
+
+
+def _table_row(row: Sequence[Cell], columns: Sequence[str], right: Sequence[bool]) -> str:
+    cells: list[str] = []
+    for cell, column, numeric in zip(row, columns, right, strict=False):
+        long = isinstance(cell, str) and len(cell) > LONG
+        kind = _kind(n=numeric, long=long)
+        cells.append(f'<td data-label="{escape(column)}"{kind}>{_shown(cell)}</td>')
+    return f"<tr>{''.join(cells)}</tr>"
 
 
 def _shown(cell: Cell) -> str:
-    if isinstance(cell, str):
-        return escape(cell)
-    text, to = cell
-    return f'<a href="{escape(to)}">{escape(text)}</a>'
+    match cell:
+        case Markup(html=html):
+            return html
+        case str():
+            return escape(cell)
+        case (text, to):
+            return f'<a href="{escape(to)}">{escape(text)}</a>'
 
 
-def charts() -> ui.element:
-    """A grid of charts, as many beside each other as there is room for."""
-    return ui.element("div").classes("charts")
+def charts(*, many: bool = False) -> ui.element:
+    """A grid of charts, as many beside each other as there is room for. Many charts are swiped
+    through on a phone.
+    """
+    return ui.element("div").classes("charts many" if many else "charts")
 
 
 def figure(
@@ -104,15 +156,17 @@ def figure(
     options: dict[str, Any],
     *,
     note: str = "",
-    height: int = 230,
+    height: int = 210,
+    first: bool = False,
 ) -> tuple[ui.echart, ui.label]:
-    """Draws a chart with its heading. `note` describes it in words. Returns the chart and the label
-    of the note.
+    """Draws a chart with its heading. `note` describes it in words, and `first` gives it the width
+    of two. Returns the chart and the label of the note. It is drawn as SVG, whose texts take their
+    colour from the page, be it light or dark.
     """
-    with ui.element("div"):
+    with ui.element("div").classes("first" if first else ""):
         with ui.element("h3"):
             ui.label(title)
-        drawn = ui.echart(options).style(f"height: {height}px; width: 100%")
+        drawn = ui.echart(options, renderer="svg").style(f"height: {height}px; width: 100%")
         drawn.props(f'role="img" aria-label="{title}" data-test="chart {title}"')
         said = ui.label(note).classes("note")
     return drawn, said

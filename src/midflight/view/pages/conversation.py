@@ -27,46 +27,19 @@ from midflight.archive.messages import RecordedMessage
 from midflight.errors import MidflightError
 from midflight.observe.readable import number
 from midflight.types import GroupKey, RolloutKey
+from midflight.view.charting import COLORS, channels, version_color
 from midflight.view.pages.groups import conversation_link, kind_of
 from midflight.view.visit import PageRequest
-from midflight.view.widgets import facts, section
+from midflight.view.widgets import facts, panel, section, two_columns
 
-SCALE = ("68,1,84", "59,82,139", "33,144,140", "93,201,99", "253,231,37")
+SCALE = ("68 1 84", "59 82 139", "33 144 140", "93 201 99", "253 231 37")
 """Red, green and blue of viridis from dark to light. They are even to the eye, and can be told
 apart without red and green. They are tints under the page's own text.
 """
-MANY = (
-    "0,114,178",
-    "213,94,0",
-    "0,158,115",
-    "204,121,167",
-    "230,159,0",
-    "86,180,233",
-    "138,109,59",
-    "127,127,127",
-)
-GAIN = "0,114,178"
-LOSS = "213,94,0"
+GAIN = "0 114 178"
+LOSS = "213 94 0"
 MAX_TOKENS = 20_000
 """The number of tokens of a branch that are drawn. The JSON has all of them."""
-
-STYLE = """
-.said { display: grid; grid-template-columns: minmax(0, 1fr) minmax(0, 1.4fr); gap: 4px 20px; width: 100%; padding: 8px 0; border-bottom: 1px solid var(--line); }
-@media (max-width: 800px) { .said { grid-template-columns: minmax(0, 1fr); } }
-.said h3 { grid-column: 1 / -1; font-size: .85rem; font-weight: 700; margin: 0; }
-.said pre, .tokens { white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; font-size: .85rem; font-family: ui-monospace, monospace; line-height: 1.7; }
-.said .thinks { border-left: 3px solid var(--line); padding-left: 8px; font-style: italic; }
-.tokens span { border-radius: 3px; padding: 1px 0; }
-.tokens .t { text-decoration: underline; text-decoration-thickness: 2px; text-underline-offset: 4px; }
-.tokens .r { color: var(--note); }
-.tokens [data-tip]:hover, .tokens [data-tip]:focus { outline: 2px solid #E69F00; }
-.tokens [data-tip]:hover::after, .tokens [data-tip]:focus::after { content: attr(data-tip); position: fixed; left: 8px; right: 8px; bottom: 8px; z-index: 9;
-  background: #222; color: #fff; border: 1px solid #888; border-radius: 6px; padding: 8px 12px; white-space: pre-wrap; font: .85rem/1.4 ui-monospace, monospace; }
-.colours { display: flex; flex-wrap: wrap; gap: 4px 14px; align-items: center; font-size: .875rem; }
-.colours .key { padding: 0 8px; border-radius: 3px; }
-.colours [aria-current] { font-weight: 700; text-decoration: none; }
-.take { white-space: pre-wrap; overflow-wrap: anywhere; font-size: .8rem; max-height: 20rem; overflow: auto; }
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +54,8 @@ class TokenColouring:
 
 async def draw(visit: PageRequest) -> None:
     key, tint = _asked(visit)
-    ui.add_head_html(f"<style>{STYLE}</style>")
     waits = ui.label("reading the conversation").classes("note").props("aria-live=polite")
-    place = ui.column().classes("w-full gap-1")
+    place = ui.element("div").classes("sheet")
 
     async def load() -> None:
         """Loads the conversation after the page is there: the first advantages of a viewer take
@@ -124,16 +96,17 @@ def _asked(visit: PageRequest) -> tuple[RolloutKey, str]:
 def _show(visit: PageRequest, seen: ConversationView, tint: str) -> None:
     task = seen.group.task
     rollout = seen.rollout
-    facts(
-        [
-            ("source", task.source),
-            ("task", task.id),
-            ("reward", number(rollout.reward) if rollout else "not ended"),
-            ("group's mean", number(seen.group.mean)),
-            ("advantage", _advantage(seen)),
-            ("fate", seen.group.fate),
-        ]
-    )
+    with panel():
+        facts(
+            [
+                ("source", task.source),
+                ("task", task.id),
+                ("reward", number(rollout.reward) if rollout else "not ended"),
+                ("group's mean", number(seen.group.mean)),
+                ("advantage", _advantage(seen)),
+                ("fate", seen.group.fate),
+            ]
+        )
     if rollout is not None and rollout.reward is None:
         why = rollout.error or "its environment gave none, without an error"
         trouble = ui.label(f"It has no reward: {why}").classes("trouble")
@@ -146,14 +119,15 @@ def _show(visit: PageRequest, seen: ConversationView, tint: str) -> None:
     if not seen.branches:
         ui.label("Nothing of it can be trained on, so its tokens are not kept.").classes("note")
         return
-    section(
-        "Conversation",
-        "Left what the agent saw, right the tokens that the model read and wrote; those "
-        "trained on are underlined.",
-    )
-    ui.html(_tints(visit, tint, seen.branches), sanitize=False)
-    if "advantage" in tint:
-        ui.label(seen.credit).classes("note")
+    with panel():
+        section(
+            "Conversation",
+            "Left what the agent saw, right the tokens that the model read and wrote; those "
+            "trained on are underlined.",
+        )
+        ui.html(_tints(visit, tint, seen.branches), sanitize=False)
+        if "advantage" in tint:
+            ui.label(seen.credit).classes("note")
     for at, branch in enumerate(seen.branches):
         if len(seen.branches) > 1:
             title = f"Branch {at + 1} of {len(seen.branches)}"
@@ -162,9 +136,13 @@ def _show(visit: PageRequest, seen: ConversationView, tint: str) -> None:
             if branch.shared:
                 title += f", which goes on from token {branch.shared} of another"
             section(title)
-        ui.html(_branch(branch, tint), sanitize=False).classes("w-full")
-    _difference(seen)
-    _take(seen, visit.run.folder)
+        with panel().classes("w-full"):
+            ui.html(_branch(branch, tint), sanitize=False).classes("w-full")
+    with two_columns():
+        with panel():
+            _difference(seen)
+        with panel():
+            _take(seen, visit.run.folder)
 
 
 def _advantage(seen: ConversationView) -> str:
@@ -246,7 +224,7 @@ def _token(branch: BranchView, at: int, colour: str | None) -> str:
         )
         return f'<span class="r" data-tip="{tip}">{shown}</span>'
     kind = ' class="t"' if branch.row.loss_mask[at] else ""
-    style = f' style="background: rgba({colour})"' if colour else ""
+    style = f' style="background: {colour}"' if colour else ""
     return f'<span{kind}{style} tabindex="0" data-tip="{escape(_tip(branch, at))}">{shown}</span>'
 
 
@@ -273,6 +251,11 @@ def _tip(branch: BranchView, at: int) -> str:
 # --- Colours --------------------------------------------------------------------------------------
 
 
+def tinted(colour: str, share: str = "var(--tint)") -> str:
+    """A colour under text, as CSS. The page says how strong it is in the light and in the dark."""
+    return f"rgb({colour} / {share})"
+
+
 def _graded(
     values: np.ndarray, title: str, *, bounds: Sequence[float]
 ) -> tuple[list[str | None], list[tuple[str, str]]]:
@@ -280,10 +263,10 @@ def _graded(
     steps = np.searchsorted(np.asarray(bounds), values)
     tints: list[str | None] = []
     for value, step in zip(values.tolist(), steps.tolist(), strict=True):
-        tints.append(None if np.isnan(value) else f"{SCALE[step]}, .5")
+        tints.append(None if np.isnan(value) else tinted(SCALE[step]))
     names = [f"below {bounds[0]:g}"] + [f"from {low:g}" for low in bounds]
     meanings = [
-        (f"{title} {name}", f"{colour}, .5") for name, colour in zip(names, SCALE, strict=False)
+        (f"{title} {name}", tinted(colour)) for name, colour in zip(names, SCALE, strict=False)
     ]
     return tints, meanings
 
@@ -291,15 +274,19 @@ def _graded(
 def _named(values: Sequence[str | None]) -> tuple[list[str | None], list[tuple[str, str]]]:
     """A tint for each value."""
     names = sorted({value for value in values if value is not None})
-    tint_of = {name: f"{MANY[at % len(MANY)]}, .4" for at, name in enumerate(names)}
+    tint_of = {name: tinted(channels(COLORS[at % len(COLORS)])) for at, name in enumerate(names)}
     tints = [None if value is None else tint_of[value] for value in values]
     return tints, list(tint_of.items())
 
 
 def _version(branch: BranchView) -> tuple[list[str | None], list[tuple[str, str]]]:
+    """Tints in the colours that versions have on every page."""
     pairs = zip(branch.row.versions.tolist(), branch.row.generated.tolist(), strict=True)
-    names = [f"version {version}" if generated else None for version, generated in pairs]
-    return _named(names)
+    versions = [version if generated else None for version, generated in pairs]
+    distinct = sorted({version for version in versions if version is not None})
+    tint_of = {version: tinted(channels(version_color(version))) for version in distinct}
+    tints = [None if version is None else tint_of[version] for version in versions]
+    return tints, [(f"version {version}", tint) for version, tint in tint_of.items()]
 
 
 def _logprob(branch: BranchView) -> tuple[list[str | None], list[tuple[str, str]]]:
@@ -319,8 +306,8 @@ def _age(branch: BranchView) -> tuple[list[str | None], list[tuple[str, str]]]:
 def _gain(branch: BranchView) -> tuple[list[str | None], list[tuple[str, str]]]:
     tints = [_gain_tint(advantage) for advantage in branch.advantages.tolist()]
     meanings = [
-        ("made likelier (above 0)", f"{GAIN}, .5"),
-        ("made less likely (below 0)", f"{LOSS}, .5"),
+        ("made likelier (above 0)", tinted(GAIN)),
+        ("made less likely (below 0)", tinted(LOSS)),
     ]
     return tints, meanings
 
@@ -329,7 +316,7 @@ def _gain_tint(advantage: float) -> str | None:
     if np.isnan(advantage) or not advantage:
         return None
     colour = GAIN if advantage > 0 else LOSS
-    return f"{colour}, {min(0.15 + abs(advantage) / 3, 0.7):.2f}"
+    return tinted(colour, f"{min(0.15 + abs(advantage) / 3, 0.7):.2f}")
 
 
 def _use(branch: BranchView) -> tuple[list[str | None], list[tuple[str, str]]]:
@@ -355,12 +342,12 @@ def _tints(visit: PageRequest, chosen: str, branches: Sequence[BranchView]) -> s
         _, meanings = TINTS[chosen].of(branch)
         keys.update(meanings)
     meaning = "".join(
-        f'<span class="key" style="background: rgba({tint})">{escape(name)}</span>'
+        f'<span class="key" style="background: {tint}">{escape(name)}</span>'
         for name, tint in keys.items()
     )
     return (
         '<div class="colours" role="group" aria-label="Colour of tokens">coloured by '
-        f'{links}</div><div class="colours">{meaning}</div>'
+        f'<span class="seg">{links}</span></div><div class="colours">{meaning}</div>'
     )
 
 
@@ -400,11 +387,12 @@ def _take(seen: ConversationView, folder: Path) -> None:
         "curl": as_curl(seen),
         "shell": as_shell(seen, folder),
     }
-    for name, text in texts.items():
-        title = "Copy a replay for a shell" if name == "shell" else f"Copy as {name}"
-        with ui.row().classes("items-center"):
+    with ui.element("div").classes("colours"):
+        for name, text in texts.items():
+            title = "Copy a replay for a shell" if name == "shell" else f"Copy as {name}"
             button = ui.button(title, on_click=lambda _, t=text: _copy(t))
             button.props(f'outline no-caps dense color=null data-test="copy {name}"')
+    for name, text in texts.items():
         shown = text if len(text) <= 20_000 else text[:20_000] + " …"
         content = f'<pre class="take" tabindex="0">{escape(shown)}</pre>'
         details = f"<details><summary>{name}</summary>{content}</details>"

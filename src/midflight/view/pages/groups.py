@@ -21,10 +21,10 @@ from midflight.archive.groups import (
 from midflight.archive.search import WordIndex
 from midflight.errors import MidflightError
 from midflight.observe.failures import shortened
-from midflight.observe.learning import means
 from midflight.observe.readable import number
 from midflight.trajectories.database import State
 from midflight.types import Json, Kind, Reason, RolloutKey
+from midflight.view import widgets
 from midflight.view.visit import PageRequest
 
 ON_A_PAGE = 25
@@ -36,19 +36,8 @@ that.
 MAX_LETTERS = 140
 """The number of letters of a question that are shown."""
 
-STYLE = """
-.filters { display: flex; flex-wrap: wrap; gap: 8px 12px; align-items: end; }
-.filters label { display: flex; flex-direction: column; font-size: .8rem; }
-.filters input, .filters select, .filters button { border: 1px solid currentColor; border-radius: 4px; padding: 4px 8px; min-height: 32px;
-  background: transparent; color: inherit; font: inherit; max-width: 92vw; }
-.filters select option { color: #000; background: #fff; }
-.filters button { cursor: pointer; font-weight: 600; }
-.filters :focus-visible { outline: 3px solid #E69F00; }
-table.groups { min-width: 60rem; }
-.rollouts { display: flex; flex-wrap: wrap; gap: 2px 8px; max-width: 26rem; }
-.rollouts a.failed { font-weight: 600; }
-.rollouts a.found { outline: 2px solid #E69F00; }
-"""
+MAX_EPOCHS = 8
+"""The number of epochs, or of evaluations, whose results are shown: the last ones."""
 
 ORDERS = {
     GroupOrder.NEWEST: "newest first",
@@ -62,6 +51,7 @@ ORDERS = {
 FATES = {state.value: state.value.replace("_", " ") for state in State} | {
     reason.value: f"dropped: {reason}" for reason in Reason
 }
+FATE_TAGS = {State.TRAINED: "good", State.DROPPED: "warn", State.LEASED: "live"}
 
 
 async def draw(visit: PageRequest) -> None:
@@ -87,10 +77,12 @@ async def draw(visit: PageRequest) -> None:
         return page, f"{counted}; {so_far}", GROW_SECONDS
 
     page, counted, wait = await look()
-    ui.add_head_html(f"<style>{STYLE}</style>")
     ui.html(_form(visit, page), sanitize=False).classes("w-full")
-    note = ui.label(counted).classes("note").props("data-test=counted aria-live=polite")
-    found = ui.html(_table(visit, page), sanitize=False).classes("w-full")
+    with ui.element("div").classes("head"):
+        note = ui.label(counted).classes("note").props("data-test=counted aria-live=polite")
+        ui.html(_legend(page), sanitize=False)
+    with widgets.panel():
+        found = ui.html(_table(visit, page), sanitize=False).classes("w-full")
     ui.html(_pager(visit, page, first), sanitize=False)
 
     async def refresh() -> None:
@@ -151,6 +143,11 @@ def kind_of(visit: PageRequest) -> Kind:
             f"{Kind.EVALUATION}."
         )
     return Kind(asked)
+
+
+def counted_by(visit: PageRequest) -> str:
+    """A task is drawn once an epoch, and a held-out task is asked of a version."""
+    return "version" if kind_of(visit) is Kind.EVALUATION else "epoch"
 
 
 def conversation_link(visit: PageRequest, key: RolloutKey) -> str:
@@ -236,48 +233,110 @@ def _pager(visit: PageRequest, page: GroupPage, first: int) -> str:
         if 1 <= place <= last and place != here:
             address = escape(urlencode({**visit.query, "page": place}))
             links.append(f'<a href="?{address}" data-test="{name} page">{name}</a>')
-    begin = '<nav class="rollouts" aria-label="Pages of groups">'
+    begin = '<nav class="pager" aria-label="Pages of groups">'
     return f"{begin}page {here:,} of {last:,} {' '.join(links)}</nav>"
 
 
 # --- The table ------------------------------------------------------------------------------------
 
-_COLUMNS = ("task", "source", "rewards of its rollouts", "mean", "spread", "made of")
+
+def _bounds(page: GroupPage) -> tuple[float, float]:
+    """The rewards that are drawn lightest and darkest: 0 and 1, unless some lie beyond."""
+    rewards = [reward for group in page.groups for reward in group.rewards]
+    return min([0.0, *rewards]), max([1.0, *rewards])
+
+
+def _place(value: float, bounds: tuple[float, float]) -> float:
+    """The place of a reward between the bounds, from 0 to 1."""
+    low, high = bounds
+    return (value - low) / (high - low)
+
+
+def _legend(page: GroupPage) -> str:
+    low, high = _bounds(page)
+    return (
+        f'<span class="fine scale">reward {low:g} <i></i> {high:g}</span>'
+        '<span class="fine">✕ no reward</span>'
+    )
 
 
 def _table(visit: PageRequest, page: GroupPage) -> str:
     """The table of the groups. It is one element however many rollouts there are, so that a page is
     drawn in milliseconds.
     """
+    if not page.groups:
+        return (
+            '<span class="note">Nothing to show: change the filters, or wait for rollouts.</span>'
+        )
     steps = {line.version: line.step for line in visit.run.journal().past.steps}
-    by = "version" if kind_of(visit) is Kind.EVALUATION else "epoch"
-    columns = [*_COLUMNS, f"passed, by {by}", "fate"]
+    by = counted_by(visit)
+    columns = ("task", "rewards of its rollouts", "mean and spread", f"passed, by {by}", "fate")
     head = "".join(f'<th scope="col">{column}</th>' for column in columns)
-    rows = "".join(_row(visit, group, steps) for group in page.groups)
+    bounds = _bounds(page)
+    rows = "".join(_row(visit, group, steps, bounds) for group in page.groups)
     begin = '<table class="plain groups" aria-label="groups" data-test="groups">'
-    return f'<div class="scroll">{begin}<tr>{head}</tr>{rows}</table></div>'
+    return f"{begin}<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
 
-def _row(visit: PageRequest, group: GroupView, steps: Mapping[int, int]) -> str:
+def _row(
+    visit: PageRequest, group: GroupView, steps: Mapping[int, int], bounds: tuple[float, float]
+) -> str:
     key = group.key
+    rollouts = "".join(_rollout(visit, rollout, bounds) for rollout in group.rollouts)
+    cells = {
+        "task": _task(visit, group),
+        "rewards": f'<div class="cells">{rollouts or "none has ended"}</div>{_errors(group)}',
+        "mean": _range(group, bounds),
+        "passed": _passed(group, counted_by(visit)),
+        "fate": _fate(visit, group, steps),
+    }
+    name = f"{key.epoch}-{key.index}-{key.attempt}"
+    columns = "".join(f'<td class="{kind}">{cell}</td>' for kind, cell in cells.items())
+    return f'<tr data-test="group {name}">{columns}</tr>'
+
+
+def _task(visit: PageRequest, group: GroupView) -> str:
     task = group.task
     link = visit.link("groups", task=task.id, source=task.source, kind=visit.query.get("kind"))
-    rollouts = "".join(_rollout(visit, rollout) for rollout in group.rollouts)
-    made_of = [f"{name} {number(value)}" for name, value in components(group).items()]
-    passed = [f"{score.epoch}: {score.passed}/{score.scored}" for score in group.epochs]
-    cells = [
-        f'<a href="{escape(link)}">{escape(task.id)}</a> {escape(_question(group))}',
-        escape(task.source),
-        f'<span class="rollouts">{rollouts or "none has ended"}</span>{_errors(group)}',
-        number(group.mean),
-        number(group.spread),
-        escape(", ".join(made_of)),
-        escape(", ".join(passed)),
-        _fate(visit, group, steps),
-    ]
-    name = f"{key.epoch}-{key.index}-{key.attempt}"
-    columns = "".join(f"<td>{cell}</td>" for cell in cells)
-    return f'<tr data-test="group {name}">{columns}</tr>'
+    return (
+        f'<a href="{escape(link)}">{escape(task.id)}</a> '
+        f'<span class="fine">{escape(task.source)}</span>'
+        f'<span class="asked">{escape(_question(group))}</span>'
+    )
+
+
+def _range(group: GroupView, bounds: tuple[float, float]) -> str:
+    """The rewards of the group as a bar from the least to the most, with a mark at their mean."""
+    numbers = (
+        f'<span data-test="mean">{number(group.mean)}</span> '
+        f'<span class="fine">spread <span data-test="spread">{number(group.spread)}</span></span>'
+    )
+    if group.mean is None:
+        return numbers
+    low = _place(min(group.rewards), bounds)
+    high = _place(max(group.rewards), bounds)
+    mean = _place(group.mean, bounds)
+    bar = (
+        f'<span class="range" aria-hidden="true"><i style="left: {low:.1%}; '
+        f'width: {high - low:.1%}"></i><b style="left: {mean:.1%}"></b></span>'
+    )
+    return bar + numbers
+
+
+def _passed(group: GroupView, by: str) -> str:
+    """How often the task was passed, a column for each epoch, and the last one in numbers."""
+    if not group.epochs:
+        return ""
+    columns = "".join(
+        f'<i style="--r: {score.rate or 0:.2f}" title="{score.epoch}: '
+        f'{score.passed}/{score.scored}"></i>'
+        for score in group.epochs[-MAX_EPOCHS:]
+    )
+    last = group.epochs[-1]
+    return (
+        f'<span class="columns" aria-hidden="true">{columns}</span>'
+        f'{last.passed}/{last.scored} <span class="fine">{by} {last.epoch}</span>'
+    )
 
 
 def _question(group: GroupView) -> str:
@@ -300,35 +359,51 @@ def _whole_question(data: Mapping[str, Json]) -> str:
     return ""
 
 
-def _rollout(visit: PageRequest, rollout: RolloutBrief) -> str:
-    link = conversation_link(visit, rollout.key)
-    if rollout.failure is None:
-        text = number(rollout.reward)
-        kind = ""
-    else:
-        text = f"✕ {rollout.failure}"
-        kind = "failed"
-    title = rollout.error
-    if not title:
-        title = f"{rollout.num_trainable} tokens, {rollout.seconds:.1f} s"
-        if rollout.truncated:
-            title += ", truncated"
-    classes = f"{kind} found" if rollout.found else kind
-    attributes = f'class="{classes}" href="{escape(link)}" title="{escape(title)}"'
-    return f'<a {attributes} data-test="rollout {rollout.key}">{escape(text)}</a>'
+def _rollout(visit: PageRequest, rollout: RolloutBrief, bounds: tuple[float, float]) -> str:
+    """A cell whose colour is the reward. Its number is shown on hover, and read to those who do not
+    see it.
+    """
+    classes: list[str] = []
+    style = ""
+    if rollout.failure is not None:
+        classes.append("failed")
+    elif rollout.reward is not None:
+        style = f' style="--r: {_place(rollout.reward, bounds):.2f}"'
+    if rollout.found:
+        classes.append("found")
+    link = escape(conversation_link(visit, rollout.key))
+    tip = escape(f"sample {rollout.key.sample}: {_told(rollout)}")
+    mark = "" if rollout.failure is None else "✕"
+    return (
+        f'<a class="{" ".join(classes)}"{style} href="{link}" data-tip="{tip}" '
+        f'aria-label="{tip}" data-test="rollout {rollout.key}">{mark}</a>'
+    )
 
 
-def components(group: GroupView) -> dict[str, float]:
-    """The means of a group's reward components over its rollouts, by name."""
-    return means(rollout.components for rollout in group.rollouts)
+def _told(rollout: RolloutBrief) -> str:
+    """The reward, what it is made of and what the rollout took; or why there is no reward."""
+    if rollout.failure is not None:
+        return shortened(f"no reward: {rollout.error or rollout.failure}")
+    parts = [number(rollout.reward)]
+    parts += [f"{name} {number(value)}" for name, value in rollout.components.items()]
+    parts += [f"{rollout.num_trainable} tokens", f"{rollout.seconds:.1f} s"]
+    if rollout.truncated:
+        parts.append("truncated")
+    return ", ".join(parts)
 
 
 def _fate(visit: PageRequest, group: GroupView, steps: Mapping[int, int]) -> str:
-    step = None if group.version is None else steps.get(group.version)
-    if step is None:
-        return escape(group.fate)
-    link = escape(visit.link("groups", step=step))
-    return f'<a href="{link}">step {step}</a>: {escape(group.fate)}'
+    """The state as a tag, and the version that the step made or that answered, in its colour."""
+    state = FATES[group.reason.value if group.reason else group.state.value]
+    made = group.key.epoch if group.state is State.EVALUATED else group.version
+    shown = widgets.tag(state, FATE_TAGS.get(group.state, ""), title=group.fate)
+    if made is None:
+        return shown
+    shown += f"<br>{widgets.version(made)}"
+    step = steps.get(made)
+    if step is None or group.state is State.EVALUATED:
+        return shown
+    return f'{shown}, <a href="{escape(visit.link("groups", step=step))}">step {step}</a>'
 
 
 def _errors(group: GroupView) -> str:

@@ -11,7 +11,17 @@ from midflight.archive.ledger import Ledger, ledger_of, place_name
 from midflight.errors import MidflightError
 from midflight.view.charting import COLORS, GREY
 from midflight.view.visit import PageRequest
-from midflight.view.widgets import Cell, charts, facts, figure, section, table
+from midflight.view.widgets import (
+    Cell,
+    charts,
+    facts,
+    figure,
+    panel,
+    section,
+    share,
+    table,
+    two_columns,
+)
 
 REFRESH_SECONDS = 5.0
 LATEST_SECONDS = 60.0
@@ -23,7 +33,7 @@ second.
 
 async def draw(visit: PageRequest) -> None:
     shown = await asyncio.to_thread(ledger_of, visit.run.folder)
-    place = ui.column().classes("w-full gap-1")
+    place = ui.element("div").classes("sheet")
     with place:
         _show(visit, shown)
 
@@ -50,40 +60,46 @@ async def draw(visit: PageRequest) -> None:
 
 def _show(visit: PageRequest, ledger: Ledger) -> None:
     accounts = ledger.accounts
-    facts(
-        [
-            ("tokens received", f"{accounts.received_tokens:,}"),
-            ("trained", _share(accounts.trained_tokens, accounts.received_tokens)),
-            ("waiting", f"{accounts.waiting_tokens:,}"),
-            ("masked", f"{sum(accounts.masked_tokens.values()):,}"),
-            ("dropped", f"{sum(accounts.dropped_tokens.values()):,}"),
-            ("in flight", f"{ledger.in_flight:,}"),
-        ]
-    )
-    ui.label(f"The ledger: {ledger.balance}.").classes(
-        "trouble" if ledger.mistakes else "note"
-    ).props("data-test=balance")
-    if accounts.received_tokens:
-        with charts():
-            note = "From each source to what became of its tokens; the table has the numbers."
-            figure("Where the tokens went", _flow(ledger), height=320, note=note)
-    section(
-        "Tokens",
-        "Of rollouts that have ended. Those in flight are of completed turns of rollouts that "
-        "go on.",
-    )
-    sources = [line.source for line in ledger.sources]
-    rows = list(ledger.token_rows())
-    table(["place", *sources, "all", "what they are"], rows, name="tokens")
-    section("Groups")
-    table(("fate", "groups"), _groups(visit, ledger), name="groups by fate")
+    with panel().classes("w-full"):
+        facts(
+            [
+                ("tokens received", f"{accounts.received_tokens:,}"),
+                ("trained", _share(accounts.trained_tokens, accounts.received_tokens)),
+                ("waiting", f"{accounts.waiting_tokens:,}"),
+                ("masked", f"{sum(accounts.masked_tokens.values()):,}"),
+                ("dropped", f"{sum(accounts.dropped_tokens.values()):,}"),
+                ("in flight", f"{ledger.in_flight:,}"),
+            ]
+        )
+        kind = "trouble" if ledger.mistakes else "calm"
+        balance = ui.label(f"The ledger: {ledger.balance}.").classes(kind)
+        balance.props("data-test=balance")
+    with two_columns():
+        if accounts.received_tokens:
+            with charts():
+                note = "From each source to what became of its tokens; the table has the numbers."
+                figure("Where the tokens went", _flow(ledger), height=320, note=note)
+        with panel():
+            section("Groups")
+            table(("fate", "groups", "share"), _groups(visit, ledger), name="groups by fate")
+    with panel().classes("w-full"):
+        section(
+            "Tokens",
+            "Of rollouts that have ended. Those in flight are of completed turns of rollouts that "
+            "go on.",
+        )
+        sources = [line.source for line in ledger.sources]
+        rows = list(ledger.token_rows())
+        table(["place", *sources, "all", "what they are"], rows, name="tokens")
 
 
 def _groups(visit: PageRequest, ledger: Ledger) -> list[list[Cell]]:
     rows: list[list[Cell]] = []
     for name, count in ledger.groups().items():
         fate = None if name == "submitted" else name.removeprefix("dropped: ")
-        rows.append([(name, visit.link("groups", fate=fate)), f"{count:,}"])
+        part = count / ledger.accounts.submitted if ledger.accounts.submitted else None
+        link = (name, visit.link("groups", fate=fate))
+        rows.append([link, f"{count:,}", share(part)])
     return rows
 
 

@@ -1,30 +1,23 @@
-"""The page of a run: its progress, its problems with their remedies, and every number of its
-journal as a chart. It can show several runs over each other.
+"""The page of a run: its scores, its progress and its verdict first, then its problems with their
+remedies, and every number of its journal as a chart. It can show several runs over each other.
 """
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from nicegui import ui
 
-from midflight.archive.runs import (
-    COLUMNS,
-    ArchivedRun,
-    RunCondition,
-    RunDescription,
-    differences,
-    flat,
-)
+from midflight.archive.runs import COLUMNS, ArchivedRun, RunDescription, differences, flat
 from midflight.archive.store_reader import copy_in_words
 from midflight.archive.times import Times, failures, split
 from midflight.errors import RunGone
 from midflight.observe.history import JournalHistory
-from midflight.observe.lines import StepLine
-from midflight.observe.readable import UNKNOWN, duration
+from midflight.observe.lines import AlarmLine, StepLine
+from midflight.observe.readable import UNKNOWN
 from midflight.trajectories.heldout import HELDOUT
-from midflight.view import widgets
-from midflight.view.panels import Panel, bars, of_run, of_runs
+from midflight.view import lead, widgets
+from midflight.view.panels import Panel, bars, of_run, of_runs, sectioned
 from midflight.view.visit import PageRequest
 
 REFRESH_SECONDS = 3.0
@@ -42,6 +35,8 @@ LATELY_BYTES = 2**20
 environment and the times of rollouts come from them and from the lines appended later.
 """
 MAX_ALARMS = 20
+OPEN_ALARMS = 3
+"""The number of alarms that are shown at once. Older ones are unfolded."""
 
 
 def draw(visit: PageRequest) -> None:
@@ -59,14 +54,14 @@ def _alone(visit: PageRequest) -> None:
     copy = copy_in_words(visit.run.folder)
     if copy is not None:
         ui.label(copy)
-    head = ui.element("div").style("width: 100%")
+    head = ui.element("div").classes("sheet")
     described = visit.run.describe()
 
     def show_head() -> None:
         head.clear()
         with head:
             _head(visit, described)
-            _findings(visit, times)
+            _findings(visit, times, described)
 
     def panels() -> list[Panel]:
         return of_run(visit.run.readings.past) + _timed(times)
@@ -80,15 +75,15 @@ def _alone(visit: PageRequest) -> None:
         return has_lines or described != before
 
     show_head()
-    widgets.section("Numbers")
     _live(refresh, panels, show_head)
     _compare_with(visit)
-    widgets.section("Configuration")
-    with ui.element("details"):
+    with ui.element("details").classes("panel"):
         with ui.element("summary"):
-            ui.label("All options, as the run wrote them down").style("display: inline")
+            ui.label("Configuration: all options, as the run wrote them down").style(
+                "display: inline"
+            )
         options = [(name, str(value)) for name, value in flat(visit.run.config()).items()]
-        widgets.table(("option", "value"), options, name="options")
+        widgets.table(("option", "value"), options, name="options", pairs=True)
 
 
 def _live(
@@ -97,18 +92,16 @@ def _live(
     """Draws charts that follow the journal. A chart is sent again only if its content has
     changed.
     """
-    place = widgets.charts()
+    place = ui.element("div").classes("numbers")
     shown: dict[str, tuple[Panel, tuple[ui.echart, ui.label]]] = {}
 
     def show() -> None:
         now = {panel.title: panel for panel in panels()}
         if list(now) != list(shown):
             place.clear()
-            shown.clear()
             with place:
-                for title, panel in now.items():
-                    drawn = widgets.figure(title, dict(panel.options), note=panel.note)
-                    shown[title] = (panel, drawn)
+                shown.clear()
+                shown.update(_drawn(now.values()))
             return
         for title, panel in now.items():
             before, (chart, said) = shown[title]
@@ -137,19 +130,27 @@ def _live(
     timer = ui.timer(REFRESH_SECONDS, look, immediate=False)
 
 
+def _drawn(
+    panels: Iterable[Panel],
+) -> Iterator[tuple[str, tuple[Panel, tuple[ui.echart, ui.label]]]]:
+    """Draws the charts section by section. The first one of a page has the width of two."""
+    is_first = True
+    for title, found in sectioned(panels).items():
+        widgets.section(title)
+        with widgets.charts(many=True):
+            for panel in found:
+                options = dict(panel.options)
+                drawn = widgets.figure(panel.title, options, note=panel.note, first=is_first)
+                is_first = False
+                yield panel.title, (panel, drawn)
+
+
 # --- How it goes ----------------------------------------------------------------------------------
 
 
 def _head(visit: PageRequest, of: RunDescription) -> None:
-    rows = list(of.rows())
-    steps = visit.run.readings.past.steps
-    if steps and of.condition is RunCondition.RUNNING:
-        rows.append(("ETA", duration(steps[-1].eta_seconds)))
-    widgets.facts(rows)
-    if (visit.run.folder / HELDOUT).is_file():
-        evaluated = visit.link("groups", kind="evaluation")
-        link = ui.link("what the model said to held-out tasks", evaluated)
-        link.props('data-test="held out groups"')
+    past = visit.run.readings.past
+    ui.html(lead.lead(of, past), sanitize=False).classes("w-full")
     if visit.run.readings.num_unread:
         ui.label(
             f"{visit.run.readings.num_unread} lines of the journal are of a later version of "
@@ -157,19 +158,51 @@ def _head(visit: PageRequest, of: RunDescription) -> None:
         ).classes("note")
 
 
-def _findings(visit: PageRequest, times: Times) -> None:
-    """Shows the findings that need attention, each with a link and a remedy."""
+def _findings(visit: PageRequest, times: Times, of: RunDescription) -> None:
+    """Shows the findings that need attention, each with a link and a remedy, and beside them the
+    figures that the lead does not have.
+    """
     past = visit.run.readings.past
-    widgets.section("Findings")
-    _failures(visit, times, past)
-    if past.alarms:
-        rows: list[list[widgets.Cell]] = []
-        for alarm in reversed(past.alarms[-MAX_ALARMS:]):
-            step = (f"step {alarm.step}", visit.link("groups", step=alarm.step or 1))
-            rows.append([step, alarm.name, alarm.text])
-        widgets.table(("when", "alarm", "what was seen, and what to do"), rows, name="alarms")
-    if not past.alarms and not any(step.failures for step in past.steps):
-        ui.label("No alarm, and no rollout failed.").classes("note")
+    is_calm = not past.alarms and not any(step.failures for step in past.steps)
+    with ui.element("div").classes("one" if is_calm else "two"):
+        with widgets.panel():
+            widgets.section("Findings")
+            if not past.steps and not past.alarms:
+                ui.label("No step has been made yet: charts appear with the first.").classes("note")
+            elif is_calm:
+                ui.label("No alarm, and no rollout failed.").classes("calm")
+            _alarms(visit, past.alarms)
+            _failures(visit, times, past)
+            if (visit.run.folder / HELDOUT).is_file():
+                evaluated = visit.link("groups", kind="evaluation")
+                link = ui.link("What the model said to held-out tasks", evaluated)
+                link.props('data-test="held out groups"')
+        with widgets.panel():
+            widgets.section("Figures")
+            widgets.facts(lead.other_figures(of))
+
+
+def _alarms(visit: PageRequest, alarms: Sequence[AlarmLine]) -> None:
+    """The newest alarms first. Those before them are unfolded."""
+    if not alarms:
+        return
+    newest = list(reversed(alarms[-MAX_ALARMS:]))
+    _alarm_table(visit, newest[:OPEN_ALARMS], name="alarms")
+    earlier = newest[OPEN_ALARMS:]
+    if earlier:
+        with ui.element("details"):
+            with ui.element("summary"):
+                ui.label(f"{len(earlier)} earlier alarms").style("display: inline")
+            _alarm_table(visit, earlier, name="earlier alarms")
+
+
+def _alarm_table(visit: PageRequest, alarms: Sequence[AlarmLine], *, name: str) -> None:
+    rows: list[list[widgets.Cell]] = []
+    for alarm in alarms:
+        step = (f"step {alarm.step}", visit.link("groups", step=alarm.step or 1))
+        named = widgets.Markup(widgets.tag(alarm.name.replace("_", " "), "bad"))
+        rows.append([step, named, alarm.text])
+    widgets.table(("when", "alarm", "what was seen, and what to do"), rows, name=name)
 
 
 def _failures(visit: PageRequest, times: Times, past: JournalHistory) -> None:
@@ -236,7 +269,7 @@ def _compare_with(visit: PageRequest) -> None:
     others = [run for run in visit.runs if run is not visit.run]
     if others:
         widgets.section("Over each other", "This run with another one:")
-        with ui.element("div").classes("tiles"):
+        with ui.element("div").classes("colours"):
             for other in others:
                 ui.link(other.slug, f"{visit.link('run')}?with={other.slug}")
             slugs = ",".join(run.slug for run in others)
@@ -252,11 +285,10 @@ def _overlaid(visit: PageRequest, runs: Sequence[ArchivedRun]) -> None:
         of = run.describe()
         rows.append([(run.slug, visit.link("run", of=run)), *of.cells()])
     widgets.table(COLUMNS, rows, name="overlaid runs")
-    widgets.section(
-        "Numbers",
+    ui.label(
         "Each line is a moving mean; runs that differ by their seed alone are one line, their "
-        "mean, in a band from their least to their most.",
-    )
+        "mean, in a band from their least to their most."
+    ).classes("note")
 
     def refresh() -> bool:
         has_lines = [run.readings.refresh() for run in runs]

@@ -4,6 +4,7 @@ axis, and which of them waited for which.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -18,9 +19,9 @@ from midflight.archive.times import (
     part_from,
 )
 from midflight.errors import MidflightError, RunGone
-from midflight.observe.readable import duration, percent
+from midflight.observe.readable import duration
 from midflight.view import widgets
-from midflight.view.charting import COLORS, GREY, GRID
+from midflight.view.charting import COLORS, GREY, GRID, version_color
 from midflight.view.visit import PageRequest
 
 REFRESH_SECONDS = 5.0
@@ -31,8 +32,25 @@ BEFORE_STEP_SECONDS = 5.0
 GAP_SECONDS = 0.02
 """Pauses of an engine shorter than this are not drawn."""
 
-Bars: TypeAlias = "list[tuple[float, float, str, int | None]]"
-"""Beginning, end and text of each bar, and the step that a click leads to."""
+MAX_STEPS = 10
+"""The number of steps in the table, the newest."""
+WAITING = "#8C96A1"
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A span of time on a track."""
+
+    began: float
+    ended: float
+    text: str
+    color: str
+    """That of the version which the span is about, if it is about one."""
+    step: int | None = None
+    """The step that a click leads to."""
+
+
+Bars: TypeAlias = "list[Bar]"
 
 
 def draw(visit: PageRequest) -> None:
@@ -51,19 +69,22 @@ def draw(visit: PageRequest) -> None:
     ).classes("note")
     _places(visit, part)
     with (
-        ui.element("div")
-        .style("width: 100%")
+        widgets.panel()
+        .classes("timeline")
         .props('role="img" aria-label="Who was busy when" data-test="chart time"')
     ):
         chart = ui.plotly(_figure(visit, times)).style("width: 100%")
     chart.on("plotly_click", lambda event: _follow(visit, event))
-    below = ui.element("div").style("width: 100%")
+    below = widgets.two_columns()
 
     def show() -> None:
         below.clear()
         with below:
-            _waits(visit, times)
-            _steps(visit, times)
+            with widgets.panel():
+                _waits(visit, times)
+                _what_tracks_are()
+            with widgets.panel():
+                _steps(visit, times)
 
     def look() -> None:
         try:
@@ -106,7 +127,7 @@ def _places(visit: PageRequest, part: TimelinePart | None) -> None:
     earlier = before_newest(visit.run.folder) if part is None else part.earlier
     if part is None and earlier is None:
         return  # all of it is here
-    with ui.element("nav").classes("tiles").props('aria-label="Parts of the run"'):
+    with ui.element("nav").classes("seek").props('aria-label="Parts of the run"'):
         later = None if part is None else part.later
         for name, since in (("earlier", earlier), ("later", later)):
             if since is not None:
@@ -115,7 +136,7 @@ def _places(visit: PageRequest, part: TimelinePart | None) -> None:
         if part is not None:
             ui.link("newest", visit.link("time")).props('data-test="newest"')
         ui.html(
-            '<form method="get"><label>from second <input name="from" inputmode="decimal" '
+            '<form method="get" class="seek"><label>from second <input name="from" inputmode="decimal" '
             'size="8"></label> '
             '<label>or from step <input name="step" inputmode="numeric" size="6"></label> '
             "<button>Show</button></form>",
@@ -130,28 +151,32 @@ def tracks(times: Times, steps: Mapping[int, int]) -> dict[str, Bars]:
     found: defaultdict[str, Bars] = defaultdict(list)
     rollouts = times.rollouts + times.evaluated
     for engine, spans in engine_spans(rollouts, gap=GAP_SECONDS).items():
-        found[engine] = [(began, ended, "answers", None) for began, ended in spans]
+        found[engine] = [Bar(began, ended, "answers", COLORS[0]) for began, ended in spans]
     for step in times.steps:
         number = steps.get(step.version)
         if number is None:
             what = f"the step to version {step.version}, lost in a crash or not yet told"
         else:
-            what = f"step {number}"
+            what = f"step {number} makes version {step.version}"
         what += f", {step.num_tokens} tokens"
         if step.skipped:
             what += ", skipped"
-        found["trainer"].append((step.began, step.ended, what, number))
+        color = version_color(step.version)
+        found["trainer"].append(Bar(step.began, step.ended, what, color, number))
     for commit in times.commits:
+        color = version_color(commit.version)
         paused = commit.at - commit.pause_seconds
         staged = paused - commit.stage_seconds
         brought = f"version {commit.version} is brought to {commit.engine}"
         stands = f"{commit.engine} stands still for version {commit.version}"
-        found["handover"].append((staged, paused, brought, None))
-        found["pause"].append((paused, commit.at, stands, None))
+        found["handover"].append(Bar(staged, paused, brought, color))
+        found["pause"].append(Bar(paused, commit.at, stands, color))
     for began, ended, version in _evaluations(times):
-        found["evaluation"].append((began, ended, f"held-out tasks, version {version}", None))
+        what = f"held-out tasks, version {version}"
+        found["evaluation"].append(Bar(began, ended, what, version_color(version)))
     for wait in times.waits:
-        found[f"{wait.who} waits"].append((wait.began, wait.ended, f"for {wait.for_whom}", None))
+        bar = Bar(wait.began, wait.ended, f"for {wait.for_whom}", WAITING)
+        found[f"{wait.who} waits"].append(bar)
     return {name: bars[-MAX_BARS:] for name, bars in found.items()}
 
 
@@ -172,10 +197,7 @@ def _figure(visit: PageRequest, times: Times) -> dict[str, Any]:
     """The figure as Plotly takes it: a trace for each track, with a bar for each span."""
     steps = {line.version: line.step for line in visit.run.readings.past.steps}
     drawn = tracks(times, steps)
-    traces = [
-        _trace(name, bars, color=COLORS[at % len(COLORS)])
-        for at, (name, bars) in enumerate(drawn.items())
-    ]
+    traces = [_trace(name, bars) for name, bars in drawn.items()]
     axis = {"gridcolor": GRID, "zeroline": False, "linecolor": GREY}
     layout = {
         "barmode": "overlay",
@@ -204,24 +226,24 @@ def _figure(visit: PageRequest, times: Times) -> dict[str, Any]:
     }
 
 
-def _trace(name: str, bars: Bars, *, color: str) -> dict[str, Any]:
+def _trace(name: str, bars: Bars) -> dict[str, Any]:
     text = [
-        f"{what}<br>{began:.3f} to {ended:.3f} s ({ended - began:.3f} s)"
-        for began, ended, what, _ in bars
+        f"{bar.text}<br>{bar.began:.3f} to {bar.ended:.3f} s ({bar.ended - bar.began:.3f} s)"
+        for bar in bars
     ]
     return {
         "type": "bar",
         "orientation": "h",
         "name": name,
         "width": 0.7,
-        "marker": {"color": color},
-        "base": [began for began, _, _, _ in bars],
-        "x": [ended - began for began, ended, _, _ in bars],
+        "marker": {"color": [bar.color for bar in bars], "line": {"width": 0}},
+        "base": [bar.began for bar in bars],
+        "x": [bar.ended - bar.began for bar in bars],
         "y": [name] * len(bars),
         "hovertext": text,
         "hoverinfo": "text",
         "textposition": "none",
-        "customdata": [step for _, _, _, step in bars],
+        "customdata": [bar.step for bar in bars],
     }
 
 
@@ -230,6 +252,22 @@ def _follow(visit: PageRequest, event: events.GenericEventArguments) -> None:
         step = point.get("customdata")
         if step is not None:
             ui.navigate.to(visit.link("groups", step=step))
+
+
+TRACKS = {
+    "engine0, …": "the engine generates answers",
+    "trainer": "a step, in the colour of the version that it makes",
+    "handover": "that version is brought to an engine, which goes on generating",
+    "pause": "the engine stands still to take it up",
+    "evaluation": "held-out tasks, in the colour of the version that answers",
+    "… waits": "one part has nothing to do because of another",
+}
+
+
+def _what_tracks_are() -> None:
+    widgets.section("What the tracks are")
+    rows = "".join(f"<dt>{name}</dt><dd>{what}</dd>" for name, what in TRACKS.items())
+    ui.html(f'<dl class="what">{rows}</dl>', sanitize=False).classes("w-full")
 
 
 def _waits(visit: PageRequest, times: Times) -> None:
@@ -242,7 +280,11 @@ def _waits(visit: PageRequest, times: Times) -> None:
     rows: list[list[widgets.Cell]] = []
     for idle in visit.run.describe().summary.idle_times:
         most = f"{longest[idle.who, idle.for_whom]:.3f} s"
-        rows.append([idle.who, idle.for_whom, duration(idle.seconds), percent(idle.share), most])
+        seconds = duration(idle.seconds)
+        rows.append([idle.who, idle.for_whom, seconds, widgets.share(idle.share), most])
+    if not rows:
+        ui.label("No step has told of a wait so far.").classes("note")
+        return
     widgets.table(
         ("who", "for whom", "in all", "of the training phase", "longest of those drawn"),
         rows,
@@ -256,7 +298,7 @@ def _steps(visit: PageRequest, times: Times) -> None:
     steps = {line.version: line.step for line in visit.run.readings.past.steps}
     handovers = handover_seconds(times.commits)
     rows: list[list[widgets.Cell]] = []
-    for before, step in pairwise([None, *times.steps][-31:]):
+    for before, step in pairwise([None, *times.steps][-MAX_STEPS - 1 :]):
         number = None if step is None else steps.get(step.version)
         if step is None or number is None:
             continue
@@ -269,6 +311,7 @@ def _steps(visit: PageRequest, times: Times) -> None:
             handed = f"{stage:.3f} s and {pause:.3f} s"
         row: list[widgets.Cell] = [
             (f"step {number}", visit.link("groups", step=number)),
+            widgets.Markup(widgets.version(step.version, str(step.version))),
             f"{step.began:.3f} s",
             f"{step.ended - step.began:.3f} s",
             idle,
@@ -276,7 +319,7 @@ def _steps(visit: PageRequest, times: Times) -> None:
         ]
         rows.append(row)
     widgets.table(
-        ("step", "began", "took", "trainer idle before", "handover took, engines paused"),
+        ("step", "version", "began", "took", "idle before", "handover, pause of engines"),
         rows[::-1],
         name="steps",
     )
