@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jiter
+import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from tests.gateway.asked import frames
@@ -329,6 +330,7 @@ async def asked(it: Offered, case: Case, *, stream: bool) -> Any:
     return parts
 
 
+@pytest.mark.timeout(0)  # ten thousand cases take minutes; a case that hangs is found by the virtual clock
 @given(cases())
 @settings(max_examples=NUM_CASES, deadline=None)
 def test_a_streamed_answer_joined_is_the_whole_answer(case: Case) -> None:
