@@ -31,9 +31,9 @@ class GatewaySection(Section):
     sampling: Literal["request", "run"] = "request"
     """Whose sampling counts in sessions that are trained. `request`: that of each request; a turn
     that it samples otherwise than the policy is masked, and the head of its answer names the field
-    (`x-midflight-masked`). `run`: that of `environment.sampling`, for an agent that cannot be told
-    to leave temperature, top-p, penalties, biases or a seed out; the head names what was replaced
-    (`x-midflight-replaced`). A form that an answer must match is kept, and masks.
+    (`x-midflight-masked`). `run`: that of `environment.temperature` and its like, for an agent that
+    cannot be told to leave temperature, top-p, penalties, biases or a seed out; the head names what
+    was replaced (`x-midflight-replaced`). A form that an answer must match is kept, and masks.
     """
     request_seconds: Seconds = 120.0
     """How long an answer may go without one new token on an engine that serves it; pauses, and

@@ -57,8 +57,8 @@ USE_THE_CLIENT = (
 UNMASK = (
     'Let the agent leave the field out, or set gateway.sampling = "run", which puts the run\'s own '
     "sampling in its place. A form that answers must match (response_format, tool_choice, "
-    "tools.strict) can be left out only by the agent; what begins with `sampling.` is set in "
-    "environment.sampling."
+    "tools.strict) can be left out only by the agent; what begins with `sampling.` is the "
+    "session's own, as environment.top_p sets it."
 )
 """The advice if an agent's requests sample from another distribution than the policy's."""
 
