@@ -171,7 +171,8 @@ def of_the_run(
             replaced[call.name_of(name)] = "own"
         elif given[name] != getattr(own, name):
             replaced[call.name_of(name)] = getattr(own, name)
-    return replace(call, asked=Asked(**others)), dict(sorted(replaced.items()))
+    in_order = {name: replaced[name] for name in sorted(replaced)}
+    return replace(call, asked=Asked(**others)), in_order
 
 
 def _min_tokens(call: CompletionCall, own: SamplingParams, max_tokens: int) -> int:
