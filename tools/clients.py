@@ -29,6 +29,8 @@ While `midflight serve` runs ([a program](../README.md#agents-you-already-have))
 | Codex | a provider with `base_url = "http://127.0.0.1:8000/v1"` and `wire_api = "responses"`, `model = "policy"` |
 | Qwen Code; aider | `OPENAI_BASE_URL` (aider: `OPENAI_API_BASE`) and any `OPENAI_API_KEY`; `OPENAI_MODEL=policy` (aider: `--model openai/policy`) |
 | opencode | a provider with `npm = "@ai-sdk/openai-compatible"` and that address as its `baseURL` |
+| Copilot CLI | `COPILOT_PROVIDER_BASE_URL` (that address), `COPILOT_PROVIDER_API_KEY`, `COPILOT_MODEL=policy`, `COPILOT_OFFLINE=true` |
+| goose | `GOOSE_PROVIDER=openai`, `GOOSE_MODEL=policy`, `OPENAI_HOST=http://127.0.0.1:8000`, `OPENAI_BASE_PATH=v1/chat/completions` |
 | `openai`: chats, completions, responses | `base_url="http://127.0.0.1:8000/v1"` |
 | `anthropic` | `base_url="http://127.0.0.1:8000"`: its SDK adds the `/v1` |
 | the AI SDK | `createOpenAI({ baseURL: "http://127.0.0.1:8000/v1" })` |
@@ -46,6 +48,12 @@ What changes no text has no effect and is named in the answer's head; what would
 **To take part in training** an agent needs a session: its base URL is then `/s/<id>.<secret>/v1`, or that token is its API key. An
 [environment](environments.md) gets one for each rollout by itself, a worker gets one with each [claim](sessions.md#claims), and a harness
 [opens them](sessions.md#sessions-over-http). Requests without a session are answered by `midflight serve` and refused by a training run.
+
+**How much of it is trained** is said in the head of each answer and in the session's record
+([gateway.md](gateway.md#sampling-in-every-dialect)). Some agents send a temperature of their own, and train nothing until they are told not to, or
+until `gateway.sampling = "run"`: Copilot CLI, griptape, aider. Tests hold every other client here to a share of 0.95. To try a harness of yours without
+a model, `midflight.testing.commands.ScriptedCommands` is the rule of a scripted one that finds the tool with which it runs commands
+([test_any_agent.py](../tests/coding_agents/test_any_agent.py)).
 
 ## What was run
 

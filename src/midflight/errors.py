@@ -76,6 +76,13 @@ class UnknownResponse(RequestRejected):
     code = "not_found"
 
 
+class NotOffered(RequestRejected):
+    """A method of an SDK that has no meaning here."""
+
+    status = 404
+    code = "not_offered"
+
+
 class UnknownSession(RequestRejected):
     status = 404
     code = "session_not_found"

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from tests.pages import story as stories
 from tests.pages.blocks import ROOT, Block, blocks_of
+from tests.shares import check_trained_share
 
 from midflight.archive.ledger import ledger_of
 
@@ -48,6 +49,7 @@ def trained(story: stories.Story, page: list[Block]) -> None:
     assert all(step["tokens"] > 0 for step in steps), steps
     assert any(step["reward_spread"] > 0 for step in steps), steps
     ledger = ledger_of(folder)
+    check_trained_share(ledger.accounts.received_tokens, ledger.accounts.masked_tokens)
     assert ledger.balanced and ledger.accounts.trained_tokens == sum(step["tokens"] for step in steps), ledger.mistakes
 
 

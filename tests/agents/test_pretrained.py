@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from tests.pages.blocks import ROOT, blocks_of
+from tests.shares import check_trained_share
 
 from midflight.archive.ledger import ledger_of
 
@@ -53,5 +54,6 @@ def test_the_agent_of_a_page_trains_a_model_that_talks(name: str, tmp_path: Path
     gaps = [step["mismatch/same_keys/mean"] for step in trained if "mismatch/same_keys/mean" in step]
     assert gaps and max(gaps) < 3e-5, trained
     ledger = ledger_of(run)
+    check_trained_share(ledger.accounts.received_tokens, ledger.accounts.masked_tokens)
     assert ledger.balanced and ledger.accounts.trained_tokens == summary["trained_tokens"] > 0, ledger.mistakes
     shutil.rmtree(run)  # gigabytes, which pytest would keep

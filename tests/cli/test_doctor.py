@@ -11,14 +11,18 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from tests.archive.stores import Recorded
 
 import midflight.version
 from midflight.cli import main
 from midflight.config import load_config
 from midflight.config.sections import Config
-from midflight.run.launcher.checks import devices, engines, machine, software, table
+from midflight.observe.summary import Summary, write_summary
+from midflight.run.launcher.checks import devices, engines, folder, machine, software, table
 from midflight.run.launcher.checks.check import About, Caller, Finding, Plan, Severity
 from midflight.text.byte_tokenizer import write_byte_tokenizer
+from midflight.types import GroupKey, Reason, RolloutKey, Trajectory
+from midflight.types.facts import TrajectoryKept
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"model_type": "qwen3", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -163,3 +167,23 @@ def test_bash_completes_commands_and_options(tmp_path: Path) -> None:
     )
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
     assert sorted(done.stdout.split()) == ["trace", "train"], done.stderr
+
+
+def test_a_kept_run_says_which_share_of_its_tokens_is_trained_and_why_the_rest_is_not(tmp_path: Path) -> None:
+    """Two rollouts of 9 tokens each wait for a step; of the 9 of a third, 6 are masked and 3 dropped."""
+    with Recorded(tmp_path) as store:
+        store.group(0, (0.0, 1.0))
+    plan = Plan(load_config(None, [f"run.folder={tmp_path}"]), Caller.DOCTOR)
+    (found,) = folder.trained_share(plan)
+    assert found == Finding(Severity.OK, "tokens", "100.0% of 18 are trained or will be")
+    with Recorded(tmp_path) as store:
+        key = RolloutKey(GroupKey(0, 0), 2)
+        lost = Trajectory(key, "task-0", "letters", 0.0, ())
+        store.apply(TrajectoryKept(lost, {Reason.NOT_POLICY_SAMPLED: 6}, {Reason.OVERSHOOT: 3}))
+    summary = Summary(version=1, masked_by={"temperature": 6})
+    write_summary(summary, tmp_path / "summary.json")
+    (found,) = folder.trained_share(plan)
+    assert found.severity is Severity.WARNING
+    said = "66.7% of 27 are trained or will be; 22.2% masked: not_policy_sampled; 11.1% dropped: overshoot; by temperature"
+    assert found.found == said and 'gateway.sampling = "run"' in found.remedy
+    assert not list(folder.trained_share(Plan(load_config(None, [f"run.folder={tmp_path / 'none'}"]), Caller.DOCTOR)))

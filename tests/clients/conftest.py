@@ -11,15 +11,19 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.shares import check_trained_share
 
 HERE = Path(__file__).parent
 PYTHON = os.environ.get("MIDFLIGHT_PYTHON", str(HERE.parents[1] / ".venv" / "bin" / "python"))
@@ -67,7 +71,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Base URL of the gateway over an engine that answers by rule."""
-    with process(tmp_path_factory.mktemp("scripted"), HERE / "scripted_server.py", says="ready: ") as url:
+    with process(tmp_path_factory.mktemp("scripted"), HERE / "scripted_server.py", "request", says="ready: ") as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def scripted_by_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The same with `gateway.sampling = "run"`."""
+    with process(tmp_path_factory.mktemp("by-run"), HERE / "scripted_server.py", "run", says="ready: ") as url:
         yield url
 
 
@@ -88,11 +99,15 @@ class OneSession:
         """The base URL for SDKs that add the `/v1`."""
         return self.base_url.removesuffix("/v1")
 
-    def check_turns(self, *said: str, forced: Sequence[str] = ()) -> None:
+    def check_turns(self, *said: str, forced: Sequence[str] = (), by: Sequence[str] = (), replaced: Mapping[str, int] = {}) -> None:
         """Ends the session. Each answer stands in exactly one trainable place, in whatever row, and nothing else does. Those that had to
-        match a form are samples of another distribution: they are counted, and not trained."""
+        match a form are samples of another distribution: they are counted, and not trained, and the heads of their answers name the form, or the fields `by`. `replaced` fields are counted, by requests."""
         record = posted(f"{self.url}/rollouts/{self.session_id}/end")
         masked = {"not_policy_sampled": sum(len(text) + 1 for text in forced)} if forced else {}
+        received = sum(len(text) + 1 for text in (*said, *forced))
+        check_trained_share(received, record["masked"], named=record["masked_by"])
+        assert set(record["masked_by"]) == set(record["heads"]) and bool(forced) == bool(record["heads"])
+        assert (not by or set(by) == set(record["heads"])) and record["replaced"] == dict(replaced)
         assert (record["failed_requests"], record["masked"], record["dropped"]) == (0, masked, {})
         rows = [zip(row["token_ids"], row["loss_mask"], strict=True) for row in record["rows"]]
         trained = [token for row in rows for token, counts in row if counts]
@@ -110,5 +125,15 @@ def posted(url: str) -> Any:
 @pytest.fixture
 def session(scripted: str) -> OneSession:
     """One of its own for a test."""
-    opened = posted(f"{scripted}/rollouts")
-    return OneSession(scripted, opened["base_url"], opened["session_id"])
+    return opened(scripted)
+
+
+@pytest.fixture
+def session_by_run(scripted_by_run: str) -> OneSession:
+    """One in which the run's own sampling counts."""
+    return opened(scripted_by_run)
+
+
+def opened(url: str) -> OneSession:
+    told = posted(f"{url}/rollouts")
+    return OneSession(url, told["base_url"], told["session_id"])

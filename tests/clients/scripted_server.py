@@ -1,4 +1,4 @@
-"""The gateway over a scripted engine whose model answers by rule, on a free port; says `ready: URL`.
+"""The gateway over a scripted engine whose model answers by rule, on a free port; says `ready: URL`. Its argument is `gateway.sampling`.
 
 | the last message | the answer |
 |---|---|
@@ -30,6 +30,7 @@ from starlette.routing import Route
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.corpus.recorded import recording
+from tests.shares import Heads
 
 from midflight.config.sections import Config
 from midflight.gateway.answers.gateway import Gateway
@@ -99,8 +100,9 @@ def code() -> str:
     return "Thought: I ask the tool.\n<code>\nfinal_answer(get_weather(city='Paris'))\n</code>"
 
 
-def sessions(gateway: Gateway) -> list[Route]:
-    """Sessions as those of a run's rollouts: `POST /rollouts` opens one, `POST /rollouts/ID/end` tells what would be trained."""
+def sessions(gateway: Gateway, heads: set[str]) -> list[Route]:
+    """Sessions as those of a run's rollouts: `POST /rollouts` opens one, `POST /rollouts/ID/end` tells what would be trained,
+    and which fields the heads of answers have named since the last one."""
     numbers = count()
 
     async def opened(request: Request) -> Response:
@@ -111,8 +113,10 @@ def sessions(gateway: Gateway) -> list[Route]:
     async def ended(request: Request) -> Response:
         record = gateway.close(request.path_params["session_id"])
         rows = [{"token_ids": row.token_ids.tolist(), "loss_mask": row.loss_mask.tolist()} for row in record.rows]
-        counts = {name: getattr(record, name) for name in ("num_turns", "failed_requests", "masked", "dropped")}
-        return JSONResponse({**counts, "rows": rows})
+        counts = {name: getattr(record, name) for name in ("num_turns", "failed_requests", "masked", "masked_by", "replaced", "dropped")}
+        named = sorted(heads)
+        heads.clear()
+        return JSONResponse({**counts, "rows": rows, "heads": named})
 
     return [Route("/rollouts", opened, methods=["POST"]), Route("/rollouts/{session_id}/end", ended, methods=["POST"])]
 
@@ -120,11 +124,14 @@ def sessions(gateway: Gateway) -> list[Route]:
 async def main() -> None:
     capabilities = replace(CAPABLE, max_context=32_768, features=frozenset(Feature))  # the replies obey the grammars they meet
     engine = ScriptedEngine(script=Replies(reply), capabilities=capabilities, step_seconds=0.0, chunk_tokens=3)
-    serving = Serving(Config(), scripted_tokenizer(), [engine], record=record_nothing, version=0, anonymous=True)
+    config = Config.model_validate({"gateway": {"sampling": sys.argv[1]}})
+    serving = Serving(config, scripted_tokenizer(), [engine], record=record_nothing, version=0, anonymous=True)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         serving.gateway.address = url
-        app = build_app(serving.gateway, serving.control, extra_routes=sessions(serving.gateway))
+        named = set[str]()
+        app = Heads(build_app(serving.gateway, serving.control, extra_routes=sessions(serving.gateway, named)))
+        app.fields = named
         await serve_app(recording(app), listener, ready=lambda: print(f"ready: {url}", flush=True))
 
 

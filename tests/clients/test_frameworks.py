@@ -252,3 +252,19 @@ def test_crewai_lets_a_crew_find_out(session: OneSession, monkeypatch: pytest.Mo
     task = crewai.Task(description=QUESTION, expected_output="the weather", agent=agent)
     assert crewai.Crew(agents=[agent], tasks=[task], tracing=False).kickoff().raw == FOUND
     session.check_turns(CALL, FOUND)
+
+
+def test_griptape_sends_a_temperature_and_is_trained_where_the_run_samples(session: OneSession, session_by_run: OneSession) -> None:
+    """It sends 0.1 unless it is told another one: the head says what that costs, and `gateway.sampling = "run"` costs nothing."""
+    pytest.importorskip("griptape")
+    from griptape.drivers.prompt.openai import OpenAiChatPromptDriver
+    from griptape.structures import Agent
+    from griptape.tokenizers import SimpleTokenizer
+
+    for one in (session, session_by_run):
+        tokenizer = SimpleTokenizer(characters_per_token=1, max_input_tokens=8192, max_output_tokens=1024)
+        driver = OpenAiChatPromptDriver(model="policy", base_url=one.base_url, api_key=key("griptape"), tokenizer=tokenizer)
+        agent = Agent(prompt_driver=driver)
+        assert str(agent.run("count").output) == "one two three four five"
+    session.check_turns(forced=["one two three four five"], by=["temperature"])
+    session_by_run.check_turns("one two three four five", replaced={"temperature": 1})

@@ -12,6 +12,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -136,6 +137,30 @@ async def opencode(task: str, *, folder: Path, home: Path, url: str, key: str = 
     silent = dict.fromkeys(("OPENCODE_DISABLE_AUTOUPDATE", "OPENCODE_DISABLE_MODELS_FETCH", "OPENCODE_DISABLE_LSP_DOWNLOAD"), "1")
     command: list[str | Path] = [binary("opencode-linux-*/bin/opencode"), "run", task]
     return await run(command, folder=folder, environ=surroundings(home, OPENCODE_CONFIG_CONTENT=config, **silent))
+
+
+async def copilot(task: str, *, folder: Path, home: Path, url: str, key: str = "any") -> Ended:
+    """`url` with its `/v1`. It sends a sampling of its own."""
+    reach = {"COPILOT_PROVIDER_BASE_URL": url, "COPILOT_PROVIDER_API_KEY": key, "COPILOT_MODEL": "policy"}
+    room = {"COPILOT_PROVIDER_MAX_PROMPT_TOKENS": "1000000", "COPILOT_PROVIDER_MAX_OUTPUT_TOKENS": "4096"}
+    silent = {"COPILOT_OFFLINE": "true", "COPILOT_AUTO_UPDATE": "false", "COPILOT_HOME": str(home / ".copilot")}
+    command: list[str | Path] = [binary("@github/copilot-linux-*/copilot"), "-p", task, "--allow-all-tools", "--no-color"]
+    return await run(command, folder=folder, environ=surroundings(home, **reach, **room, **silent))
+
+
+async def goose(task: str, *, folder: Path, home: Path, url: str, key: str = "any") -> Ended:
+    """`url` with its `/v1`. Host and path of the address are two settings of its own."""
+    parts = urlsplit(url)
+    reach = {
+        "GOOSE_PROVIDER": "openai",
+        "GOOSE_MODEL": "policy",
+        "OPENAI_API_KEY": key,
+        "OPENAI_HOST": f"{parts.scheme}://{parts.netloc}",
+        "OPENAI_BASE_PATH": f"{parts.path.lstrip('/')}/chat/completions",
+    }
+    silent = {"GOOSE_DISABLE_KEYRING": "1", "GOOSE_TELEMETRY_ENABLED": "false", "GOOSE_MODE": "auto"}
+    command: list[str | Path] = [binary("@aaif/goose-binary-linux-*/bin/goose"), "run", "--no-session", "--with-builtin", "developer"]
+    return await run([*command, "-t", task], folder=folder, environ=surroundings(home, **reach, **silent))
 
 
 async def aider(task: str, *, folder: Path, home: Path, url: str, test: str) -> Ended:

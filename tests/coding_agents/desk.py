@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tests.coding_agents import scripts
 from tests.corpus.recorded import recording
+from tests.shares import Heads, check_trained_share
 
 from midflight.config.sections import Config
 from midflight.gateway.http.http import build_app
@@ -54,6 +55,8 @@ class Desk:
     serving: Serving
     engines: list[ScriptedEngine]
     url: str
+    heads: Heads
+    """The fields that the heads of its answers named."""
     turns: list[Turn] = field(default_factory=list[Turn])
     session: OpenSession | None = None
 
@@ -102,26 +105,27 @@ class Desk:
 
 
 @asynccontextmanager
-async def desk(rule: Callable[[str], str] = scripts.reply, *, step_seconds: float = 0.0) -> AsyncIterator[Desk]:
+async def desk(rule: Callable[[str], str] = scripts.reply, *, step_seconds: float = 0.0, sampling: str = "request") -> AsyncIterator[Desk]:
     policy = Replies(rule, tokenizer())
     engines: list[ScriptedEngine] = [
         RealTimeEngine(name, script=policy, capabilities=ABLE, step_seconds=step_seconds, chunk_tokens=8) for name in ("left", "right")
     ]
-    config = Config.model_validate({"gateway": {"reasoning_format": "think"}})
+    config = Config.model_validate({"gateway": {"reasoning_format": "think", "sampling": sampling}})
     serving = Serving(config, tokenizer(), engines, record=record_nothing, version=0, anonymous=False)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         serving.gateway.address = url
+        heads = Heads(build_app(serving.gateway, serving.control))
         ready = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
             parts = [
-                tasks.create_task(serve_app(recording(build_app(serving.gateway, serving.control)), listener, ready=ready.set)),
+                tasks.create_task(serve_app(recording(heads), listener, ready=ready.set)),
                 tasks.create_task(serving.watch()),
                 tasks.create_task(serving.rejoin.run()),
             ]
             await ready.wait()
             try:
-                yield Desk(serving, engines, url)
+                yield Desk(serving, engines, url, heads)
             finally:
                 for part in parts:
                     part.cancel()
@@ -129,6 +133,7 @@ async def desk(rule: Callable[[str], str] = scripts.reply, *, step_seconds: floa
 
 def check_every_token_is_trained_once(record: SessionRecord, turns: list[Turn]) -> None:
     """Each turn's output is a run of its own in exactly one row, with its log-probabilities; nothing else is trained, nothing is lost."""
+    check_trained_share(sum(len(turn.output_ids) for turn in turns), record.masked)
     assert record.dropped == {} and record.masked == {} and record.failed_requests == 0
     said = sorted(turn.output_ids for turn in turns)
     found: list[tuple[int, ...]] = []

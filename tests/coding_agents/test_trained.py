@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.coding_agents.clis import MODULES
+from tests.shares import check_trained_share
 
 from midflight.archive.ledger import ledger_of
 
@@ -45,4 +46,5 @@ def test_a_coding_agent_is_trained_for_two_steps_and_every_token_is_accounted_fo
     assert (summary["steps"], summary["weight_updates"], summary["failed_requests"], summary["failed_rollouts"]) == (2, 2, 0, 0)
     ledger = ledger_of(tmp_path / "run")
     assert ledger.balanced and ledger.accounts.trained == 2, ledger.mistakes
+    check_trained_share(ledger.accounts.received_tokens, ledger.accounts.masked_tokens)
     assert ledger.accounts.trained_tokens == summary["trained_tokens"] > 0

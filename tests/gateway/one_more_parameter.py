@@ -41,7 +41,7 @@ from midflight.engines.streams import ChunkStream  # noqa: E402
 from midflight.engines.wire import Submit, client_frame, decode_client_frames, encode  # noqa: E402
 from midflight.errors import RequestRejected  # noqa: E402
 from midflight.gateway.answers import plan  # noqa: E402
-from midflight.gateway.answers.plan import params_for, samples_the_policy  # noqa: E402
+from midflight.gateway.answers.plan import params_for, unlike_the_policy  # noqa: E402
 from midflight.gateway.dialects.chat import ChatExchange  # noqa: E402
 from midflight.gateway.dialects.completions import CompletionExchange  # noqa: E402
 from midflight.gateway.dialects.messages import MessagesExchange  # noqa: E402
@@ -81,7 +81,7 @@ for client in (*CLIENTS, "native"):
     own = "sampling_params.typical" if client == "native" else "typical_p"
     # accepted, and merged with the session's defaults
     params: Any = params_for(exchange(client, 0.5).call, 10, defaults=DEFAULTS, limits=WITH)
-    assert params.typical_p == 0.5 and not samples_the_policy(params, DEFAULTS, limits=WITH)
+    assert params.typical_p == 0.5 and unlike_the_policy(params, DEFAULTS, limits=WITH)
     silent: Any = params_for(exchange(client, None).call, 10, defaults=DEFAULTS.changed(typical_p=0.7), limits=WITH)
     assert silent.typical_p == 0.7
     # bounded

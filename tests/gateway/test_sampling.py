@@ -12,7 +12,7 @@ from tests.gateway.test_dialects_names import DIALECTS
 
 from midflight.errors import EngineUnavailable, RequestRejected
 from midflight.gateway.answers.answer import Answer
-from midflight.gateway.answers.plan import EngineLimits, params_for, samples_the_policy
+from midflight.gateway.answers.plan import EngineLimits, params_for, unlike_the_policy
 from midflight.gateway.dialects.exchange import Exchange
 from midflight.gateway.sessions.history import Node, Prompt
 from midflight.testing.script import scripted_tokenizer
@@ -79,7 +79,7 @@ def test_a_turn_is_of_the_policy_only_where_its_logprobs_are_of_the_temperature_
     """A turn that was sampled from another distribution is masked in training."""
     limits = EngineLimits(256, 262, logprob_kinds=frozenset({LogprobKind.SAMPLED, kind}))
     params = SamplingParams(temperature=temperature)
-    assert samples_the_policy(params, params, limits=limits) is told
+    assert unlike_the_policy(params, params, limits=limits) == (() if told else ("temperature",))
 
 
 @pytest.mark.parametrize(("temperature", "trainable"), [(1.0, True), (0.7, False)])
@@ -116,9 +116,9 @@ MASKS = EngineLimits(256, 262, features=frozenset({Feature.SAMPLING_MASKS}))
 def test_a_truncated_turn_is_of_the_policy_where_engines_say_what_was_kept_and_nothing_else_shapes_it(
     params: SamplingParams, trained: bool
 ) -> None:
-    assert samples_the_policy(params, params, limits=MASKS) is trained
-    assert not samples_the_policy(params, params, limits=UNSEEDED)
-    assert not samples_the_policy(params, params.changed(temperature=0.7), limits=MASKS)
+    assert (not unlike_the_policy(params, params, limits=MASKS)) is trained
+    assert unlike_the_policy(params, params, limits=UNSEEDED) == params.reshaped_by
+    assert unlike_the_policy(params, params.changed(temperature=0.7), limits=MASKS)[0] == "temperature"
 
 
 @pytest.mark.parametrize(("kind", "wanted"), [(Kind.TRAINING, True), (Kind.EVALUATION, False), (Kind.OUTSIDE, False)])

@@ -10,7 +10,8 @@ from tests.observe.facts import KEY, Clock, rollout
 
 from midflight.observe.alarms import REPEAT_SECONDS, Alarms
 from midflight.observe.failures import MAX_CLASSES, OTHER, Failures, failure_class, own_frames
-from midflight.types.facts import Alarmed, Evaluated, Quarantined, Rejoined, RolloutEnded, Stepped
+from midflight.types import Reason
+from midflight.types.facts import Alarmed, Evaluated, Quarantined, Rejoined, RolloutEnded, SessionEnded, Stepped
 
 
 class Watched:
@@ -139,3 +140,22 @@ def test_steps_far_from_their_policy_are_said_with_their_readings_and_not_again_
     assert (
         said.startswith("the step to version 6, the last of 3 in a row: k1 is 0.5, beyond 0.3. ") and "lower rollout.max_staleness" in said
     )
+
+
+def session(*, num_trainable: int, masked: int, **by: int) -> SessionEnded:
+    fates = {Reason.NOT_POLICY_SAMPLED: masked} if masked else {}
+    return SessionEnded(1, 0, 0, 0, num_trainable=num_trainable, masked=fates, masked_by=by)
+
+
+def test_a_session_of_which_everything_is_masked_is_said_with_the_field_that_caused_it() -> None:
+    watched = Watched()
+    watched.apply(session(num_trainable=0, masked=0))
+    watched.apply(session(num_trainable=3, masked=500, temperature=500))
+    assert watched.said("all_masked") == []
+    watched.apply(session(num_trainable=0, masked=503, temperature=503))
+    watched.apply(session(num_trainable=0, masked=342, temperature=342))
+    (said,) = watched.said("all_masked")
+    assert said.startswith("all 503 tokens of a session are masked (not_policy_sampled), because of temperature: nothing of it is trained.")
+    assert 'gateway.sampling = "run"' in said
+    watched.apply(session(num_trainable=0, masked=9, response_format=9))
+    assert len(watched.said("all_masked")) == 2, "another field is another cause"

@@ -145,6 +145,22 @@ async def chat(at: Site, handle: dict[str, str]) -> httpx2.Response:
     return await at.http.post(f"{handle['base_url']}/chat/completions", json=CHAT)
 
 
+def test_the_record_says_the_shares_of_its_tokens_and_the_fields_that_masked_them() -> None:
+    async def main() -> None:
+        async with site() as at:
+            handle = await opened(at, sampling={"max_tokens": 5})
+            trained = (await chat(at, handle)).json()["usage"]["completion_tokens"]
+            cold = await at.http.post(f"{handle['base_url']}/chat/completions", json={**CHAT, "temperature": 0.5})
+            assert cold.headers["x-midflight-masked"] == "not_policy_sampled; field=temperature"
+            masked = cold.json()["usage"]["completion_tokens"]
+            record = (await at.post(f"/sessions/{handle['session_id']}/end", token=handle["owner_token"])).json()
+            assert record["masked_by"] == {"temperature": masked} and record["replaced"] == {}
+            total = trained + masked
+            assert record["shares"] == {"trained": trained / total, "not_policy_sampled": masked / total}
+
+    run_virtual(main)
+
+
 def test_a_harness_opens_a_session_scores_it_and_reads_its_rows() -> None:
     async def main() -> None:
         async with site() as at:

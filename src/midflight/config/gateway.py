@@ -28,6 +28,13 @@ class GatewaySection(Section):
     Without this option such a field is ignored and named in a header of the answer
     (`x-midflight-ignored`), and such a limit is lowered (`x-midflight-clamped`).
     """
+    sampling: Literal["request", "run"] = "request"
+    """Whose sampling counts in sessions that are trained. `request`: that of each request; a turn
+    that it samples otherwise than the policy is masked, and the head of its answer names the field
+    (`x-midflight-masked`). `run`: that of `environment.temperature` and its like, for an agent that
+    cannot be told to leave temperature, top-p, penalties, biases or a seed out; the head names what
+    was replaced (`x-midflight-replaced`). A form that an answer must match is kept, and masks.
+    """
     request_seconds: Seconds = 120.0
     """How long an answer may go without one new token on an engine that serves it; pauses, and
     waits for an engine that is full or away, do not count. Larger waits longer for an answer that

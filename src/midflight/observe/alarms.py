@@ -57,6 +57,14 @@ USE_THE_CLIENT = (
 )
 """The advice if an agent asks another model than ours."""
 
+UNMASK = (
+    'Let the agent leave the field out, or set gateway.sampling = "run", which puts the run\'s own '
+    "sampling in its place. A form that answers must match (response_format, tool_choice, "
+    "tools.strict) can be left out only by the agent; what begins with `sampling.` is the "
+    "session's own, as environment.top_p sets it."
+)
+"""The advice if an agent's requests sample from another distribution than the policy's."""
+
 TOO_FAR = (
     "What it trains on is not what its policy would say: lower rollout.max_staleness or "
     "trainer.learning_rate, and look at mismatch/mean, which is of engine and trainer alone. "
@@ -106,6 +114,8 @@ class Alarms:
                 self._failed(fact)
             case facts.RolloutEnded():
                 self._scored(fact)
+            case facts.SessionEnded() if fact.masked and not fact.num_trainable:
+                self._all_masked(fact)
             case facts.Evaluated() if is_incomplete(fact.num_tasks, fact.num_failed):
                 self._evaluated(fact)
             case facts.GroupClosed(reason=reason) if reason in WHY_DROPPED:
@@ -151,6 +161,16 @@ class Alarms:
             "group_dropped",
             f"a group was dropped ({at}, {closed.num_tokens} tokens): {why}.",
             about=closed.reason.value,
+        )
+
+    def _all_masked(self, session: facts.SessionEnded) -> None:
+        fields = ", ".join(session.masked_by) or "a record that its engine left out"
+        masked = sum(session.masked.values())
+        self._say(
+            "all_masked",
+            f"all {masked} tokens of a session are masked ({', '.join(session.masked)}), because "
+            f"of {fields}: nothing of it is trained. {UNMASK}",
+            about=fields,
         )
 
     # --- Rollouts ---

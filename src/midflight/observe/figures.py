@@ -30,6 +30,12 @@ def figures(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.accounts is not None:
         yield "groups by fate", _groups(summary.accounts)
     yield "tokens trained", f"{summary.trained_tokens:,} of {summary.generated_tokens:,} generated"
+    if summary.masked_by:
+        fields = (f"{field} {number:,}" for field, number in summary.masked_by.items())
+        yield "tokens masked by a field", ", ".join(fields)
+    if summary.replaced:
+        fields = (f"{field} {number:,}" for field, number in summary.replaced.items())
+        yield "requests with the run's sampling", ", ".join(fields)
     yield "oldest trained token", f"{summary.max_token_staleness} versions"
     if summary.overlap_share is not None:
         yield "engine and trainer busy together", percent(summary.overlap_share)

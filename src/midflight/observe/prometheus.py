@@ -114,6 +114,18 @@ class Metrics:
             "Prompts that tokenising anew would have changed.",
             registry=r,
         )
+        self._masked_by = Counter(
+            "midflight_masked_tokens",
+            "Tokens not sampled from the policy, by the field of the request that caused it.",
+            ["field"],
+            registry=r,
+        )
+        self._replaced = Counter(
+            "midflight_replaced_fields",
+            "Requests in which the run's own sampling replaced a field.",
+            ["field"],
+            registry=r,
+        )
         self._steps: dict[str, tuple[Counter, Gauge, Histogram]] = {}
         self.accounts: Callable[[], Accounts] | None = None
         self.learning: Callable[[], LearningStatus] = LearningStatus
@@ -497,6 +509,12 @@ class Metrics:
         ):
             if number:
                 counter.inc(number)
+        for labelled, counts in (
+            (self._masked_by, session.masked_by),
+            (self._replaced, session.replaced),
+        ):
+            for field, number in counts.items():
+                labelled.labels(field).inc(number)
 
     def _resumed(self, resumed: facts.Resumed) -> None:
         """Lets the counters go on from the last values of the process that died."""

@@ -119,6 +119,8 @@ class RunState:
         self._joined: dict[str, bool] = {}  # whether it serves by now
         self._num_left = 0
         self._failures = Failures()
+        self._masked_by = Counter[str]()
+        self._replaced = Counter[str]()
         self.learning = Learning(REWARD_ROLLOUTS)
         self._trainer: dict[str, float | None] = {}
 
@@ -159,6 +161,9 @@ class RunState:
                 self._counts["failed_requests"] += 1
             case facts.RolloutEnded():
                 self._rollout(fact)
+            case facts.SessionEnded():
+                self._masked_by.update(fact.masked_by)
+                self._replaced.update(fact.replaced)
             case facts.Waited():
                 self._waits[f"{fact.who} for {fact.for_whom}"] += fact.seconds
             case facts.Leased(staleness=ages):
@@ -313,6 +318,8 @@ class RunState:
             quarantined=tuple(self._quarantined),
             members=self._members(),
             failures=dict(self._failures.counts.most_common()),
+            masked_by=dict(self._masked_by.most_common()),
+            replaced=dict(self._replaced.most_common()),
             learning=self.learning.status(),
             trainer=self._trainer,
             waits=idle_times(self._waits, self.overlap.seconds(now)),

@@ -237,6 +237,14 @@ class Status:
     """Tries of rollouts that got no reward, by the class of their error, since this process of the
     run began. The most frequent comes first.
     """
+    masked_by: dict[str, int] = field(default_factory=dict[str, int])
+    """Tokens that are masked as `not_policy_sampled`, by the field of the request that caused it,
+    since this process of the run began.
+    """
+    replaced: dict[str, int] = field(default_factory=dict[str, int])
+    """Requests in which the run's own sampling replaced a field, by that field, since this process
+    of the run began.
+    """
     learning: LearningStatus = LearningStatus()
     trainer: dict[str, float | None] = field(default_factory=dict[str, float | None])
     """`TRAINER_KEYS` of the last step."""
@@ -281,6 +289,8 @@ def merge_statuses(first: Status, others: Sequence[Status]) -> Status:
         accounts=_summed(accounts) if accounts else None,
         staleness=_sums(one.staleness for one in every),
         failures=_sums(one.failures for one in every),
+        masked_by=_sums(one.masked_by for one in every),
+        replaced=_sums(one.replaced for one in every),
         generation_rate=sum(one.generation_rate for one in every),
         training_rate=sum(one.training_rate for one in every),
     )

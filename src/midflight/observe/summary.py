@@ -68,6 +68,8 @@ class Summary:
     turns_mean: float | None = None
     learning: LearningStatus = field(default_factory=LearningStatus)
     failures: Mapping[str, int] = field(default_factory=dict[str, int])
+    masked_by: Mapping[str, int] = field(default_factory=dict[str, int])
+    replaced: Mapping[str, int] = field(default_factory=dict[str, int])
     sources: Mapping[str, SourceStatus] = field(default_factory=dict[str, SourceStatus])
     waits: Mapping[str, float] = field(default_factory=dict[str, float])
     dropped: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -150,6 +152,8 @@ def summarise(
         turns_mean=status.learning.turns_mean,
         learning=status.learning,
         failures=status.failures,
+        masked_by=status.masked_by,
+        replaced=status.replaced,
         sources=sources,
         waits={str(wait): round(wait.seconds, 3) for wait in status.waits},
         dropped=status.dropped,

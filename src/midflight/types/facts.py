@@ -46,6 +46,13 @@ class SessionEnded(msgspec.Struct, frozen=True):
     num_branches: int
     num_rewritten: int
     num_mismatches: int
+    num_trainable: int = 0
+    """This and the next three are given if tokens were masked or fields replaced in a session that
+    trains.
+    """
+    masked: Mapping[Reason, int] = {}
+    masked_by: Mapping[str, int] = {}
+    replaced: Mapping[str, int] = {}
 
 
 class RequestFailed(msgspec.Struct, frozen=True):

@@ -217,6 +217,23 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         return _truncating(self) != _TRUNCATES_NOT
 
     @property
+    def reshaped_by(self) -> tuple[str, ...]:
+        """The parameters for which `samples_the_policy` is false, by name."""
+        found = [
+            p.name for p in PARAMETERS.values() if p.reshapes and getattr(self, p.name) != p.default
+        ]
+        return ("temperature", *found) if self.temperature <= 0 else tuple(found)
+
+    @property
+    def truncated_by(self) -> tuple[str, ...]:
+        """The parameters that leave ids out, by name."""
+        return tuple(
+            p.name
+            for p in PARAMETERS.values()
+            if p.truncates and getattr(self, p.name) != p.default
+        )
+
+    @property
     def features(self) -> frozenset[Feature]:
         """The features that an engine must have for these parameters."""
         if _featured(self) == _FEATURELESS:
@@ -274,6 +291,12 @@ _distorting = attrgetter(*(p.name for p in PARAMETERS.values() if p.reshapes and
 _DISTORTS_NOT: Final = tuple(
     p.default for p in PARAMETERS.values() if p.reshapes and not p.truncates
 )
+OWN_SAMPLING: Final = frozenset(
+    p.name for p in PARAMETERS.values() if p.reshapes and p.name != "grammar"
+) | {"temperature", "seed"}
+"""The parameters in whose place a run may put its own. A grammar is not among them, because the
+client reads the answer by it.
+"""
 _featured = attrgetter(*(p.name for p in FEATURED))
 _FEATURELESS: Final = tuple(p.default for p in FEATURED)
 
@@ -412,6 +435,10 @@ class Turn(msgspec.Struct, frozen=True):
     """
     role: str = ""
     """The role of its session, if the rollout has several."""
+    masked_by: tuple[str, ...] = ()
+    """The fields of the request for which it is masked, by the client's names. A field of the
+    session's own sampling is called `sampling.` and its name.
+    """
 
     @property
     def num_expert_bytes(self) -> int:

@@ -267,6 +267,12 @@ class SessionRecord(msgspec.Struct, frozen=True, eq=False):
     """
     masked: Mapping[Reason, int] = {}
     """The numbers of generated tokens that are kept as context but not trained, by reason."""
+    masked_by: Mapping[str, int] = {}
+    """The numbers of tokens that are masked as `not_policy_sampled`, by the field of the request
+    that caused it. A token of a request with several such fields counts under each.
+    """
+    replaced: Mapping[str, int] = {}
+    """The numbers of requests in which the run's own sampling replaced a field, by that field."""
     dropped: Mapping[Reason, int] = {}
     """The numbers of generated tokens that are in no row, by reason."""
     failed_requests: int = 0
@@ -291,6 +297,21 @@ class SessionRecord(msgspec.Struct, frozen=True, eq=False):
     session's own name is empty. Rows and counts cover all roles; `truncated`, `room` and
     `num_answers` are those of the session itself.
     """
+
+    @property
+    def num_trainable(self) -> int:
+        return sum(row.num_trainable for row in self.rows)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The share of its tokens that is `trained`, and the share that is lost for each reason.
+        It is empty if there are no tokens.
+        """
+        numbers: dict[str, int] = {"trained": self.num_trainable}
+        for reason, number in (*self.masked.items(), *self.dropped.items()):
+            numbers[reason.value] = numbers.get(reason.value, 0) + number
+        total = sum(numbers.values())
+        return {name: number / total for name, number in numbers.items()} if total else {}
 
 
 @dataclass(frozen=True, slots=True)

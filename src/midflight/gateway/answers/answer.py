@@ -111,10 +111,11 @@ class Answer:
         index: int = 0,
         number: int = 0,
         policy_sampled: bool = True,
+        masked_by: tuple[str, ...] = (),
         chat: ChatReading | None = None,
     ) -> None:
         """`number` is the number of its request in the session, which the choices of n > 1 share.
-        If the request is `eager`, text becomes news as soon as it is certain.
+        `masked_by` has the fields for which it is not `policy_sampled`. If the request is `eager`, text becomes news as soon as it is certain.
         """
         self.index = index
         self.number = number
@@ -132,6 +133,7 @@ class Answer:
         """
         self.sampled: list[tuple[Version, float]] = []
         self._policy_sampled = policy_sampled
+        self._masked_by = masked_by
         self._tokenizer = tokenizer
         self._chat = chat
         self._keep = frozenset[int]() if chat is None else chat.keep
@@ -299,6 +301,9 @@ class Answer:
         # A record of truncation that an engine left out cannot be made up. Without it the turn is
         # not the policy's and becomes context.
         has_kept = len(self.kept) == len(self.output_ids)
+        masked_by = self._masked_by
+        if self.request.wants_kept and not has_kept:
+            masked_by = self.request.sampling.truncated_by
         self._turn = Turn(
             prompt_ids=self.prompt.ids,
             output_ids=tuple(self.output_ids),
@@ -310,6 +315,7 @@ class Answer:
             num_resumes=self.num_resumes,
             kept=tuple(self.kept) if has_kept else (),
             experts=b"" if self._experts is None else self._experts.tobytes(),
+            masked_by=masked_by,
         )
         self.is_closed = True
         return self._turn

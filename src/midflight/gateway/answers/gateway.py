@@ -99,6 +99,7 @@ class Gateway:
         orphan_seconds: float = 30.0,
         anonymous: bool = True,
         strict: bool = False,
+        own_sampling: bool = False,
         count_all_choices: bool = False,
         message_format: MessageFormat | None = None,
         apart: Generator | None = None,
@@ -106,7 +107,8 @@ class Gateway:
     ) -> None:
         """`apart` is the generator of the engines that answer unrecorded requests, if there are
         any. With `anonymous` requests without a session's token are answered, untracked. With
-        `strict` fields that have no effect are refused.
+        `strict` fields that have no effect are refused. With `own_sampling` a session that trains
+        samples as it was opened to, whatever its requests ask for.
         """
         self.tokenizer = tokenizer
         self.message_format = message_format or MessageFormat(tokenizer)
@@ -133,6 +135,7 @@ class Gateway:
             limits=limits,
             run=(run_name, run_seed),
             strict=strict,
+            own_sampling=own_sampling,
         )
         self._anonymous = anonymous
         self._strict = strict
@@ -183,16 +186,24 @@ class Gateway:
         again returns the record without rows.
         """
         first = session_id in self._sessions
+        trains = first and self._sessions.get(session_id).trains
         record = self._sessions.close(session_id)
         if first:
-            self._record(
-                SessionEnded(
-                    record.num_turns,
-                    record.num_branches,
-                    record.num_rewritten,
-                    record.num_mismatches,
-                )
+            ended = SessionEnded(
+                record.num_turns,
+                record.num_branches,
+                record.num_rewritten,
+                record.num_mismatches,
             )
+            if trains and (record.masked or record.replaced):
+                ended = replace(
+                    ended,
+                    num_trainable=record.num_trainable,
+                    masked=record.masked,
+                    masked_by=record.masked_by,
+                    replaced=record.replaced,
+                )
+            self._record(ended)
         self._end_requests(session_id)
         self._generator.forget(session_id)
         return record
@@ -293,6 +304,10 @@ class Gateway:
                 await asyncio.to_thread(
                     _check_length, self.tokenizer, source, self.limits, call.prompt_param
                 )
+
+    def check_model(self, asked: str) -> None:
+        """Raises `UnknownModel` for any model but the one that is served."""
+        self._planner.check_model(asked)
 
     def count(self, session: Session, source: Source) -> int:
         """The number of tokens of a prompt, as `prepare` would send it."""

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from midflight.errors import ContextExceeded, RequestRejected, UnknownModel, nearest
 from midflight.gateway.answers.answer import Answer, ChatReading
 from midflight.gateway.sessions.history import Prompt
-from midflight.gateway.sessions.request import CompletionCall, Messages, ToolChoice
+from midflight.gateway.sessions.request import Asked, CompletionCall, Messages, ToolChoice
 from midflight.gateway.sessions.session import Session
 from midflight.text import Tokenizer
 from midflight.text.formats import MessageFormat, Tool
@@ -24,9 +24,10 @@ from midflight.types import (
     GenerateRequest,
     Kind,
     LogprobKind,
+    Reason,
     SamplingParams,
 )
-from midflight.types.generation import FEATURED
+from midflight.types.generation import FEATURED, OWN_SAMPLING
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,21 +136,43 @@ def params_for(
     return params
 
 
-def samples_the_policy(
+def unlike_the_policy(
     params: SamplingParams, defaults: SamplingParams | None, *, limits: EngineLimits
-) -> bool:
-    """True if the sampled distribution is the trainer's. It must have the session's temperature,
-    and may be truncated only if engines record for each token what was kept.
+) -> tuple[str, ...]:
+    """The parameters for which the sampled distribution is not the trainer's. It must have the
+    session's temperature, and may be truncated only if engines record for each token what was kept.
 
     If an engine leaves the temperature out of its log-probabilities, they belong to another
     distribution, unless the temperature is 1.
     """
-    if params.temperature != 1 and LogprobKind.RAW in limits.logprob_kinds:
-        return False
-    if defaults is not None and params.temperature != defaults.temperature:
-        return False
-    recorded = params.truncates_the_policy and Feature.SAMPLING_MASKS in limits.features
-    return params.samples_the_policy or recorded
+    raw = params.temperature != 1 and LogprobKind.RAW in limits.logprob_kinds
+    if raw or (defaults is not None and params.temperature != defaults.temperature):
+        others = [name for name in params.reshaped_by if name != "temperature"]
+        return ("temperature", *others)
+    if params.samples_the_policy:
+        return ()
+    if params.truncates_the_policy and Feature.SAMPLING_MASKS in limits.features:
+        return ()
+    return params.reshaped_by
+
+
+def of_the_run(
+    call: CompletionCall, own: SamplingParams
+) -> tuple[CompletionCall, Mapping[str, object]]:
+    """The call without the sampling in whose place the session's own is put, and what took the
+    place of each field, by the client's names. A seed is replaced too: the rollouts of a group that
+    share one would all say the same.
+    """
+    given = call.asked.given
+    others = {name: value for name, value in given.items() if name not in OWN_SAMPLING}
+    replaced: dict[str, object] = {}
+    for name in OWN_SAMPLING.intersection(given):
+        if name == "seed":
+            replaced[call.name_of(name)] = "own"
+        elif given[name] != getattr(own, name):
+            replaced[call.name_of(name)] = getattr(own, name)
+    in_order = {name: replaced[name] for name in sorted(replaced)}
+    return replace(call, asked=Asked(**others)), in_order
 
 
 def _min_tokens(call: CompletionCall, own: SamplingParams, max_tokens: int) -> int:
@@ -209,6 +232,11 @@ def tools_of(call: CompletionCall) -> Sequence[Tool]:
     return source.tools if isinstance(source, Messages) else ()
 
 
+def _masked_header(fields: Sequence[str]) -> bytes:
+    parts = [Reason.NOT_POLICY_SAMPLED.value, *(f"field={name}" for name in fields)]
+    return "; ".join(parts).encode()
+
+
 MAX_CHOICES = 1024
 """The most choices of one call, over all its prompts. Each is a generation of its own, and a batch
 must not bypass admission.
@@ -225,9 +253,9 @@ class Job(msgspec.Struct, frozen=True, eq=False):
 
     request_id: str
     """The id of the first answer. The client knows the request by it."""
-    clamped: str = ""
-    """The client's limit that was above the room there is, with its new value. Empty if the limit
-    fits.
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+    """Headers of the answer: a limit that was lowered, sampling that was replaced, and the reason
+    for which the answer is not trained.
     """
     loose: bool = False
     """True if the client asked for strict tools, but their calls are sampled without
@@ -242,7 +270,10 @@ class _PlannedSampling(msgspec.Struct, frozen=True, eq=False):
     own: SamplingParams | None
     asked: tuple[Mapping[str, object], int | None]
     sampling: SamplingParams
-    policy_sampled: bool
+    unlike: tuple[str, ...]
+    """The parameters for which its distribution is not the policy's."""
+    truncated: bool
+    """True if its distribution is a part of the policy's."""
 
 
 class Planner:
@@ -257,9 +288,10 @@ class Planner:
         limits: EngineLimits,
         run: tuple[str, int],
         strict: bool = False,
+        own_sampling: bool = False,
     ) -> None:
         """`run` is its name and seed. With `strict` a limit above the room there is gets refused
-        instead of lowered.
+        instead of lowered. With `own_sampling` sessions that train keep to their own sampling.
         """
         self._tokenizer = tokenizer
         self._format = message_format
@@ -267,19 +299,24 @@ class Planner:
         self._limits = limits
         self._run_name, self._run_seed = run
         self._strict = strict
+        self._own_sampling = own_sampling
         self._prefix = secrets.token_hex(4)
         self._serial = 0
         self._last: _PlannedSampling | None = None
+
+    def check_model(self, asked: str) -> None:
+        """Raises `UnknownModel` for any model but the one that is served."""
+        if asked != self._model:
+            raise UnknownModel(
+                f"the model {asked!r} does not exist.{nearest(asked, [self._model])}", param="model"
+            )
 
     def plan(self, session: Session, call: CompletionCall) -> Job:
         """Checks a call and plans its tokens. Raises `RequestRejected` and kin before anything is
         generated.
         """
-        if call.model is not None and call.model != self._model:
-            raise UnknownModel(
-                f"the model {call.model!r} does not exist.{nearest(call.model, [self._model])}",
-                param="model",
-            )
+        if call.model is not None:
+            self.check_model(call.model)
         if not 1 <= len(call.sources) * call.n <= MAX_CHOICES:
             raise RequestRejected(
                 (
@@ -301,6 +338,9 @@ class Planner:
         for prompt in prompts:
             if self._last is None or self._last.prompt is not prompt:
                 check_prompt(prompt.ids, self._limits, param=call.prompt_param)
+        replaced: Mapping[str, object] = {}
+        if self._own_sampling and session.trains and session.sampling is not None:
+            call, replaced = of_the_run(call, session.sampling)
         strict = (
             call.asked.grammar is None
             and call.tool_choice is ToolChoice.AUTO
@@ -315,16 +355,45 @@ class Planner:
             for each, prompt in zip(calls, prompts, strict=True)
         ]
         answers: list[Answer] = []
-        for each in planned:
+        masked_by: tuple[str, ...] = ()
+        for each, constrained in zip(planned, calls, strict=True):
             number = session.next_request()
+            masked_by = self._masked_by(session, constrained, each)
             for _ in range(call.n):
-                answers.append(self._answer(session, call, len(answers), each, number))
+                answers.append(self._answer(session, call, len(answers), each, number, masked_by))
         explicit = call.asked.number("max_tokens")
         least = min([each.sampling.max_tokens for each in planned])
-        clamped = ""
+        headers: list[tuple[bytes, bytes]] = []
         if explicit is not None and explicit > least:
             clamped = f"{call.name_of('max_tokens')}={least}"
-        return Job(session, call, tuple(answers), answers[0].request_id, clamped, loose)
+            headers.append((b"x-midflight-clamped", clamped.encode()))
+        if replaced:
+            session.count_replaced(replaced)
+            values = ", ".join(f"{name}={value}" for name, value in replaced.items())
+            headers.append((b"x-midflight-replaced", values.encode()))
+        if masked_by and session.trains:
+            headers.append((b"x-midflight-masked", _masked_header(masked_by)))
+        return Job(session, call, tuple(answers), answers[0].request_id, tuple(headers), loose)
+
+    def _masked_by(
+        self, session: Session, call: CompletionCall, planned: _PlannedSampling
+    ) -> tuple[str, ...]:
+        """The fields for which the answers are masked, by the client's names. Rows that an outside
+        owner reads have no records of truncation, so there a truncated turn is context.
+        """
+        unlike = planned.unlike
+        if planned.truncated and not self._wants_kept(session):
+            unlike = planned.sampling.truncated_by
+        if not unlike:
+            return ()
+        given = call.asked.given
+        return tuple(
+            [call.name_of(name) if name in given else f"sampling.{name}" for name in unlike]
+        )
+
+    def _wants_kept(self, session: Session) -> bool:
+        """True if the session's turns may have records of truncation."""
+        return session.key is not None and session.key.kind is Kind.TRAINING
 
     def _planned(
         self, call: CompletionCall, prompt: Prompt, own: SamplingParams | None
@@ -339,8 +408,9 @@ class Planner:
         sampling = params_for(
             call, len(prompt.ids), defaults=own, limits=self._limits, strict=self._strict
         )
-        policy_sampled = samples_the_policy(sampling, own, limits=self._limits)
-        self._last = _PlannedSampling(prompt, own, asked, sampling, policy_sampled)
+        unlike = unlike_the_policy(sampling, own, limits=self._limits)
+        truncated = not unlike and sampling.truncates_the_policy
+        self._last = _PlannedSampling(prompt, own, asked, sampling, unlike, truncated)
         return self._last
 
     def _strict_calls_lack(self, session: Session) -> bool:
@@ -381,6 +451,7 @@ class Planner:
             grammar = self._format.calls_amid_text(
                 source.tools, parallel=call.parallel_tool_calls, prompt_text=prompt.text
             )
+            call = replace(call, names={**call.names, "grammar": "tools.strict"})
         elif call.tool_choice is ToolChoice.REQUIRED:
             tools = [tool for tool in source.tools if call.forced_tool in (None, tool.name)]
             grammar = self._format.calls_grammar(
@@ -402,10 +473,10 @@ class Planner:
         index: int,
         planned: _PlannedSampling,
         number: int,
+        masked_by: tuple[str, ...],
     ) -> Answer:
         prompt = planned.prompt
         sampling = planned.sampling
-        policy_sampled = planned.policy_sampled
         self._serial += 1
         own_seed = call.asked.number("seed")
         seed = session.seed(
@@ -415,10 +486,7 @@ class Planner:
         own_id = call.request_id
         if own_id is not None and not single:
             own_id = f"{own_id}-{index}"
-        truncated = policy_sampled and sampling.truncates_the_policy
-        # Rows that an outside owner reads have no records of truncation, so there the turn is
-        # context.
-        wants_kept = truncated and session.key is not None and session.key.kind is Kind.TRAINING
+        wants_kept = planned.truncated and not masked_by
         chat = self._chat(call, prompt)
         request = GenerateRequest(
             request_id=own_id or f"{session.session_id}.{self._prefix}{self._serial:08d}",
@@ -435,7 +503,8 @@ class Planner:
             self._tokenizer,
             index=index,
             number=number,
-            policy_sampled=policy_sampled and wants_kept is truncated,
+            policy_sampled=not masked_by,
+            masked_by=masked_by,
             chat=chat,
         )
 
@@ -447,8 +516,9 @@ class Planner:
             return None
         calls = chosen is not ToolChoice.NONE
         forced = chosen is ToolChoice.REQUIRED
+        # A whole answer is read as its stream would be, so that both are one message.
         parser = self._format.parser(
-            prompt.text, calls=calls, forced=forced, tools=source.tools, partly=call.stream
+            prompt.text, calls=calls, forced=forced, tools=source.tools, partly=True
         )
         # The grammar of a call that must come allows no second one.
         return ChatReading(

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import cast
 
+from pydantic_core import from_json
+
 from midflight.errors import MidflightError
 from midflight.gateway.answers.answer import Answer, Event, News
 from midflight.gateway.dialects.exchange import Reply, call_id, weight_versions
@@ -242,11 +244,23 @@ def _place(piece: Piece) -> str | int:
             return index
 
 
+def _input(arguments: str) -> Json:
+    """The input of a call, as the SDK makes it of a stream: if the call broke off, what its
+    arguments say so far.
+    """
+    try:
+        return cast(Json, json.loads(arguments))
+    except ValueError:
+        return cast(Json, from_json(arguments or "{}", allow_partial=True))
+
+
 def _block(pieces: Sequence[Piece], request_id: str) -> Json:
     first = pieces[0]
     if isinstance(first, CallPiece):
+        arguments = [first.call.arguments]
+        arguments += [piece.text for piece in pieces if isinstance(piece, ArgumentsPiece)]
         block = tool_use(first.call.name, first.index, request_id)
-        block["input"] = cast(Json, json.loads(first.call.arguments))
+        block["input"] = _input("".join(arguments))
         return block
     kind = _TEXT if isinstance(first, ContentPiece) else _THINKING
     block = _opened(kind)

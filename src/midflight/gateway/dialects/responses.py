@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import cast
 
 from midflight.gateway.answers.answer import Answer, Event, News
@@ -115,7 +116,9 @@ class ResponsesExchange:
             body["weight_versions"] = weight_versions(turn)
         if self._body.store is not False:
             messages = (*self._said, _reply(answer))
-            self._kept.keep(body, messages, conversation=self._body.conversation_name)
+            self._kept.keep(
+                body, messages, conversation=self._body.conversation_name, deltas=items.deltas
+            )
         return body
 
     def _told_with(self, pieces: Sequence[Piece]) -> list[Json]:
@@ -192,6 +195,42 @@ class ResponsesExchange:
             return {"type": tool.body.type, **tool.names}
         given = self._body.tool_choice
         return ToolChoice.AUTO.value if given is None else cast(Json, given)
+
+
+def repeated(
+    response: dict[str, Json], deltas: Sequence[Sequence[int]], *, after: int = -1
+) -> Iterator[Json]:
+    """The events of a kept response, in the texts that it came in, after the one with the number
+    `after`.
+    """
+    items = OutputItems("")
+    started = {name: value for name, value in response.items() if name not in _AT_THE_END}
+    started |= {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    events: list[dict[str, Json]] = [
+        {"type": "response.created", "sequence_number": 0, "response": started},
+        {"type": "response.in_progress", "sequence_number": 1, "response": started},
+    ]
+    output = cast("list[dict[str, Json]]", response["output"])
+    for item, lengths in zip(output, deltas, strict=True):
+        events += items.repeat(item, lengths)
+    events.append(items.event(f"response.{response['status']}", response=response))
+    return (event for event in events if cast(int, event["sequence_number"]) > after)
+
+
+_AT_THE_END = ("prompt_token_ids", "token_ids", "weight_versions")
+"""Fields that a response gets when it is complete, beside those that are null before."""
+
+
+def _said(item: Mapping[str, Json]) -> tuple[str, Sequence[Json]]:
+    """The text of an item that is complete, and its log-probabilities."""
+    match item["type"]:
+        case "message" | "reasoning":
+            (part,) = cast("list[dict[str, Json]]", item["content"])
+            return str(part["text"]), cast("list[Json]", part.get("logprobs") or [])
+        case "custom_tool_call":
+            return str(item["input"]), ()
+        case _:
+            return str(item["arguments"]), ()
 
 
 def broken(exchange: Exchange, fault: Fault) -> Json:
@@ -273,6 +312,8 @@ class OutputItems:
         """
         self.items: list[dict[str, Json]] = []
         """The items so far. They grow with each piece, and are complete after `end`."""
+        self.deltas: list[list[int]] = []
+        """The lengths of the texts that each item came in."""
         self.num_events = OPENING_EVENTS
         self._request_id = request_id
         self._tools = tools
@@ -329,31 +370,34 @@ class OutputItems:
             yield from self._close()
             yield from self._open(kind)
         self._text = (self._text or "") + text
+        self.deltas[-1].append(len(text))
         if kind == "message":
             self._logprobs += logprobs
             yield self._of_part("response.output_text.delta", delta=text, logprobs=list(logprobs))
         else:
             yield self._of_part("response.reasoning_text.delta", delta=text)
 
-    def _open(self, kind: str) -> Iterator[dict[str, Json]]:
+    def _open(self, kind: str, *, name: str | None = None) -> Iterator[dict[str, Json]]:
+        """Begins an item. `name` is its id if it has one already."""
         self._text = ""
         self._logprobs = []
         place = len(self.items)
         if kind == "message":
             item: dict[str, Json] = {
-                "id": f"msg_{self._request_id}_{place}",
+                "id": name or f"msg_{self._request_id}_{place}",
                 "type": kind,
                 "role": "assistant",
                 "content": [],
             }
         else:
             item = {
-                "id": f"rs_{self._request_id}_{place}",
+                "id": name or f"rs_{self._request_id}_{place}",
                 "type": kind,
                 "summary": [],
                 "content": [],
             }
         self.items.append({**item, "status": "in_progress"})
+        self.deltas.append([])
         yield self._of_item("response.output_item.added")
         yield self._of_part("response.content_part.added", part=self._part())
 
@@ -397,12 +441,36 @@ class OutputItems:
             part: "",
             "status": "in_progress",
         }
-        self.items.append(item)
-        yield self._of_item("response.output_item.added")
-        self._text = ""
+        yield from self._begin_call(item)
         if not piece.begins:
             arguments = piece.call.arguments
             yield from self._argue(custom_input(arguments) if custom else arguments, last=True)
+
+    def _begin_call(self, item: dict[str, Json]) -> Iterator[dict[str, Json]]:
+        self.items.append(item)
+        self.deltas.append([])
+        yield self._of_item("response.output_item.added")
+        self._text = ""
+
+    def repeat(self, item: dict[str, Json], lengths: Sequence[int]) -> Iterator[dict[str, Json]]:
+        """Writes an item that is complete once more, in the texts that it came in."""
+        kind = str(item["type"])
+        status = str(item["status"])
+        text, logprobs = _said(item)
+        ends = list(accumulate(lengths))
+        texts = [text[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+        if kind in ("message", "reasoning"):
+            yield from self._open(kind, name=str(item["id"]))
+            for part in texts:
+                yield from self._grow(kind, part, logprobs)
+                logprobs = ()
+            yield from self._close(status)
+            return
+        place = "input" if kind == "custom_tool_call" else "arguments"
+        yield from self._begin_call({**item, place: "", "status": "in_progress"})
+        for part in texts:
+            yield from self._argue(part, last=False)
+        yield from self._end_call(status)
 
     def _argue(self, text: str, *, last: bool) -> Iterator[dict[str, Json]]:
         """Adds to the arguments of the open call, or to the text of a custom call."""
@@ -411,6 +479,7 @@ class OutputItems:
             written = "custom_tool_call_input"
         self._text = (self._text or "") + text
         if text:
+            self.deltas[-1].append(len(text))
             yield self._of_last(f"response.{written}.delta", delta=text)
         if last:
             yield from self._end_call("completed")

@@ -25,7 +25,7 @@ from midflight.gateway.dialects.options import ReasoningEffort, template_options
 from midflight.gateway.dialects.sampling_body import SamplingBody
 from midflight.gateway.dialects.unread_fields import UnreadFields
 from midflight.gateway.sessions.request import CompletionCall, Messages
-from midflight.gateway.sessions.responses import KeptResponses
+from midflight.gateway.sessions.responses import Conversation, KeptResponses
 from midflight.text import Message
 from midflight.types import Grammar, Json
 
@@ -54,10 +54,15 @@ FIELDS: Mapping[str, frozenset[str]] = {
 
 
 def conversation(
-    given: JsonValue, *, before: Sequence[Message], unread: UnreadFields, kept: KeptResponses
+    given: JsonValue,
+    *,
+    before: Sequence[Message],
+    unread: UnreadFields,
+    kept: KeptResponses,
+    param: str = "input",
 ) -> tuple[Message, ...]:
     """The whole conversation, with the messages `before` first. Raises `RequestRejected` that names
-    the item.
+    the item. `param` is the client's name for the items.
     """
     reader = _ItemReader(unread, kept)
     reader.messages += before
@@ -65,14 +70,14 @@ def conversation(
         given = [{"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
         raise RequestRejected(
-            f"input is {given!r:.80}: send a text, or a list of at least one item.", param="input"
+            f"{param} is {given!r:.80}: send a text, or a list of at least one item.", param=param
         )
     for place, item in enumerate(given):
         if not isinstance(item, dict):
             raise RequestRejected(
-                f"input.{place} is {item!r:.80}: send an object.", param=f"input.{place}"
+                f"{param}.{place} is {item!r:.80}: send an object.", param=f"{param}.{place}"
             )
-        reader.read(item, f"input.{place}")
+        reader.read(item, f"{param}.{place}")
     reader.end_turn()
     return tuple(reader.messages)
 
@@ -218,16 +223,38 @@ def input_items(response: Mapping[str, Json], messages: Sequence[Message]) -> li
     """The items of the kept conversation before a response, oldest first, as a request could have
     sent them.
     """
-    sent = cast("list[Json]", response["tools"])
-    bodies = [tool_bodies.FunctionTool.model_validate(tool) for tool in sent]
+    items = _all_items(messages, response["tools"])
+    return [
+        {"id": f"in_{response['id']}_{place}_{number}", "status": "completed", **item}
+        for place, number, item in items
+    ]
+
+
+def conversation_items(found: Conversation) -> tuple[list[Json], list[int]]:
+    """The items of a conversation, oldest first, and the place of the message that each is of."""
+    items: list[Json] = []
+    places: list[int] = []
+    for place, _, item in _all_items(found.messages, found.tools):
+        items.append({"status": "completed", **item})
+        places.append(place)
+    named: list[Json] = []
+    for name, item in zip(found.ids(len(items)), items, strict=True):
+        named.append({"id": name, **cast("dict[str, Json]", item)})
+    return named, places
+
+
+def _all_items(
+    messages: Sequence[Message], sent: Json
+) -> Iterator[tuple[int, int, dict[str, Json]]]:
+    """The items of messages, each with the place of its message and its number in it. `sent` are
+    the tools as the client sent them.
+    """
+    bodies = [tool_bodies.FunctionTool.model_validate(tool) for tool in cast("list[Json]", sent)]
     tools = {str(each.body.name): each for each in tool_bodies.offered(bodies)}
     calls: dict[Json, str] = {}
-    items: list[Json] = []
     for place, message in enumerate(messages):
         for number, item in enumerate(_items_of(message, tools, calls)):
-            name = f"in_{response['id']}_{place}_{number}"
-            items.append({"id": name, "status": "completed", **item})
-    return items
+            yield place, number, item
 
 
 def _items_of(
@@ -324,7 +351,8 @@ class ConversationBody(Body):
 class ResponsesBody(SamplingBody):
     refused = unread_fields.REFUSED_RESPONSES
 
-    input: _Input
+    input: _Input = None
+    """It may be left out where a conversation is gone on with."""
     instructions: str | None = None
     max_output_tokens: Tokens | None = None
     tools: (
@@ -344,6 +372,7 @@ class ResponsesBody(SamplingBody):
     conversation: str | ConversationBody | None = None
     store: bool | None = None
     prompt: _Refused = None
+    """Refused before anything else, because requests with it have no `input`."""
     metadata: dict[str, str] | None = None
     user: str | None = None
     safety_identifier: str | None = None
@@ -403,7 +432,12 @@ def responses_call(
         verbosity=body.text and body.text.verbosity,
         thinks=body.enable_thinking,
     )
-    said = conversation(body.input, before=_before(body, kept), unread=unread, kept=kept)
+    before = _before(body, kept)
+    if body.input is None and not before:
+        raise RequestRejected("input is missing: send it.", param="input")
+    said = before
+    if body.input is not None:
+        said = conversation(body.input, before=before, unread=unread, kept=kept)
     messages = said
     if body.instructions:
         messages = ({"role": "system", "content": body.instructions}, *said)
@@ -442,7 +476,11 @@ def _refuse_unkept(body: ResponsesBody) -> None:
     """
     if body.prompt is not None:
         raise RequestRejected(
-            "prompt names a template of the vendor's: send the whole input.", param="prompt"
+            (
+                f"prompt is {body.prompt!r:.80}, a template that the vendor keeps, and no templates "
+                "are kept here: send the whole input, and its text as instructions."
+            ),
+            param="prompt",
         )
     if body.background:
         raise RequestRejected(

@@ -368,16 +368,9 @@ class UnreadFields:
         """Sets the error of a strict gateway, for a value that other gateways accept."""
         self.refusal = self.refusal or error
 
-    def headers(self, clamped: str = "") -> tuple[tuple[bytes, bytes], ...]:
-        """The headers of an answer that report on its request. `clamped` is the parameter that was
-        lowered, with its new value.
-        """
-        found: list[tuple[bytes, bytes]] = []
-        if self.fields:
-            found.append((b"x-midflight-ignored", self._names))
-        if clamped:
-            found.append((b"x-midflight-clamped", clamped.encode()))
-        return tuple(found)
+    def headers(self) -> tuple[tuple[bytes, bytes], ...]:
+        """The headers of an answer that report on the fields of its request."""
+        return ((b"x-midflight-ignored", self._names),) if self.fields else ()
 
     @property
     def _names(self) -> bytes:

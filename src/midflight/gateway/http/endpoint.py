@@ -111,8 +111,8 @@ class CompletionEndpoint:
         stream's last event.
         """
         headers: tuple[tuple[bytes, bytes], ...] = ()
-        if exchange.unread.fields or ongoing.job.clamped:
-            headers = exchange.unread.headers(ongoing.job.clamped)
+        if exchange.unread.fields or ongoing.job.headers:
+            headers = (*exchange.unread.headers(), *ongoing.job.headers)
         reply = Reply(
             ongoing.job, self._gateway.model, ongoing.created, self._gateway.tokenizer, headers
         )

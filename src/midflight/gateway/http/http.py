@@ -8,8 +8,9 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.websockets import WebSocket
 
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.dialects.chat import ChatExchange
@@ -22,7 +23,9 @@ from midflight.gateway.dialects.tokens import TokensExchange
 from midflight.gateway.http.control import Control
 from midflight.gateway.http.control_routes import ControlRoutes
 from midflight.gateway.http.endpoint import CompletionEndpoint
+from midflight.gateway.http.kept_routes import KeptRoutes
 from midflight.gateway.http.lookups import Lookups
+from midflight.gateway.http.not_offered import refusal
 from midflight.gateway.http.server_routes import ServerRoutes
 from midflight.wire import edge
 from midflight.wire.routes import fault_answer, json_answer, metrics_route, route
@@ -67,12 +70,14 @@ def build_app(
         for path, endpoint in endpoints.items():
             routes.append(Route(prefix + path, endpoint, methods=["POST"]))
     routes += Lookups(gateway, now=now).routes()
+    routes += KeptRoutes(gateway, now=now).routes()
     routes += ControlRoutes(control, token=control_token).routes()
     servers = ServerRoutes(gateway, control, ready=ready, token=control_token)
     routes.append(_health_route(ready))
     routes += servers.routes()
     routes += extra_routes
     routes += servers.not_here()
+    routes.append(WebSocketRoute("/{path:path}", _refuse_socket))
     if metrics is not None:
         routes.append(metrics_route(metrics, token=metrics_token))
     return AgentRouter(
@@ -117,11 +122,23 @@ def _health_route(ready: Callable[[], bool]) -> BaseRoute:
     return route("/health", health, method="GET")
 
 
+async def _refuse_socket(socket: WebSocket) -> None:
+    """Refuses a WebSocket that has no route. A server that can answer it as HTTP says why."""
+    refused = refusal("WebSocket", socket.url.path, edge.headers_of(socket.scope))
+    if refused is not None and "websocket.http.response" in socket.scope.get("extensions", {}):
+        await socket.send_denial_response(fault_answer(refused))
+    else:
+        await socket.close(1008)
+
+
 async def _http_exception(request: Request, error: Exception) -> Response:
     """Answers unknown paths and wrong methods in the shape that clients read."""
     assert isinstance(error, HTTPException)
     if request.method == "OPTIONS" and error.status_code == 405:
         return Response(status_code=204, headers=error.headers)
+    refused = refusal(request.method, request.url.path, edge.headers_of(request.scope))
+    if refused is not None and error.status_code in (404, 405):
+        return fault_answer(refused)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
     fault = edge.plain_fault(
         error.status_code, f"{request.method}: {error.detail}. Look up the route.", code

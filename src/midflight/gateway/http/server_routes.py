@@ -58,7 +58,6 @@ NOT_HERE: Mapping[str, str] = {
     "/open_session": "POST /midflight/v1/sessions opens one",
     "/close_session": "POST /midflight/v1/sessions/ID/end ends one",
     "/encode": "the model generates, and embeds nothing",
-    "/v1/embeddings": "the model generates, and embeds nothing",
     "/concate_and_append_request": (
         "send the whole prompt; engines find common prefixes by themselves"
     ),

@@ -133,6 +133,7 @@ class Node:
     segments: tuple[Segment, ...]
     finish: Finish
     policy_sampled: bool
+    masked_by: tuple[str, ...]
     num_overshoot: int
     respelled: bool
     """True if its prompt's text would have other ids if it were tokenised anew."""
@@ -184,6 +185,7 @@ class Node:
             segments=turn.segments,
             finish=turn.finish,
             policy_sampled=turn.policy_sampled,
+            masked_by=turn.masked_by,
             num_overshoot=turn.num_overshoot,
             respelled=prompt.respelled,
             prompt_digest=prompt.digest,
@@ -226,6 +228,7 @@ class Node:
             self.policy_sampled,
             self.num_overshoot,
             kept=kept,
+            masked_by=self.masked_by,
         )
 
     @property

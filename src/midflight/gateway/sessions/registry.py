@@ -138,7 +138,9 @@ class SessionRegistry:
         if session is None:
             return self._ended_record(session_id)
         record = session.close()
-        self._ended[session_id] = replace(record, rows=(), masked={}, dropped={}, failed_requests=0)
+        self._ended[session_id] = replace(
+            record, rows=(), masked={}, masked_by={}, replaced={}, dropped={}, failed_requests=0
+        )
         if len(self._ended) > _REMEMBERED:
             forgotten, _ = self._ended.popitem(last=False)
             self._secrets.pop(forgotten, None)

@@ -60,6 +60,24 @@ class Conversation:
     created: int
     metadata: Json
     said: ConversationPrefix | None = None
+    tools: Json = field(default_factory=list[Json])
+    """The tools of its last response, by which calls are told as the client knows them."""
+    item_ids: list[str] = field(default_factory=list[str])
+    """The ids of its items, as far as they were told."""
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        return () if self.said is None else self.said.whole
+
+    def put(self, messages: Sequence[Message]) -> None:
+        """Sets all its messages."""
+        self.said = ConversationPrefix(None, tuple(messages), history.EMPTY) if messages else None
+
+    def ids(self, number: int) -> list[str]:
+        """The ids of its first `number` items. An item keeps its id."""
+        while len(self.item_ids) < number:
+            self.item_ids.append(f"item_{secrets.token_hex(12)}")
+        return self.item_ids[:number]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,6 +86,10 @@ class _KeptResponse:
     """The response, as JSON."""
     said: ConversationPrefix
     item_ids: tuple[str, ...]
+    deltas: tuple[bytes, ...]
+    """The lengths of the texts that each item came in, packed. A stream of the response again has
+    the same events.
+    """
     size: int
 
 
@@ -92,6 +114,11 @@ class KeptResponses:
     def response(self, response_id: str, param: str | None = None) -> Json:
         return cast(Json, msgspec.json.decode(self._find(response_id, param).body))
 
+    def deltas(self, response_id: str) -> list[tuple[int, ...]]:
+        """The lengths of the texts that each of its items came in."""
+        kept = self._find(response_id, None)
+        return [history.unpacked(lengths) for lengths in kept.deltas]
+
     def said(self, response_id: str, param: str) -> ConversationPrefix:
         """The conversation up to the end of a response."""
         return self._find(response_id, param).said
@@ -111,24 +138,34 @@ class KeptResponses:
         )
 
     def keep(
-        self, response: Mapping[str, Json], messages: Sequence[Message], *, conversation: str | None
+        self,
+        response: Mapping[str, Json],
+        messages: Sequence[Message],
+        *,
+        conversation: str | None,
+        deltas: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Keeps a response. `messages` is the whole conversation, the reply included. Keeping a
-        response again changes only its body.
+        """Keeps a response. `messages` is the whole conversation, the reply included. `deltas` are
+        the lengths of the texts that each item came in. Keeping a response again changes only its
+        body.
         """
         name = str(response["id"])
         output = cast("list[dict[str, Json]]", response["output"])
         self.forget(name)
         said = self._grown(messages)
         body = msgspec.json.encode(response)
-        size = len(body) + len(msgspec.json.encode(said.messages))
-        kept = _KeptResponse(body, said, tuple(str(item["id"]) for item in output), size)
+        lengths = tuple([history.packed(each) for each in deltas])
+        size = len(body) + len(msgspec.json.encode(said.messages)) + sum(map(len, lengths))
+        item_ids = tuple([str(item["id"]) for item in output])
+        kept = _KeptResponse(body, said, item_ids, lengths, size)
         self._responses[name] = kept
         self._num_bytes += kept.size
         for item_id in kept.item_ids:
             self._items[item_id] = name
         if conversation is not None and conversation in self._conversations:
-            self._conversations[conversation].said = said
+            found = self._conversations[conversation]
+            found.said = said
+            found.tools = response.get("tools") or []
         while self._is_full:
             self.forget(next(iter(self._responses)))
 
@@ -158,8 +195,8 @@ class KeptResponses:
                 f"{MAX_CONVERSATIONS} conversations are kept in this session, the most allowed: "
                 "delete some."
             )
-        said = ConversationPrefix(None, tuple(messages), history.EMPTY) if messages else None
-        found = Conversation(f"conv_{secrets.token_hex(16)}", created, metadata, said)
+        found = Conversation(f"conv_{secrets.token_hex(16)}", created, metadata)
+        found.put(messages)
         self._conversations[found.name] = found
         return found
 

@@ -8,7 +8,7 @@ import hashlib
 import re
 import secrets
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Protocol
 
@@ -133,6 +133,7 @@ class Session:
         self._asked: dict[bytes, int] = {}
         """The number of times that each prompt was requested, by `Prompt.name`."""
         self._dropped: dict[Reason, int] = {}
+        self._replaced: Counter[str] = Counter()
         self._num_requests = 0
         self._num_answered = 0
         self._room: int | None = None
@@ -176,6 +177,11 @@ class Session:
         """The session itself, whose name is empty, and its roles."""
         main = self._main or self
         return {"": main, **main._roles}
+
+    @property
+    def trains(self) -> bool:
+        """True if its turns are for training, by the run or by the session's owner."""
+        return self.key is not None and self.key.kind is not Kind.EVALUATION
 
     @property
     def known_as(self) -> str:
@@ -270,6 +276,10 @@ class Session:
             session._num_answered = 0
         self.clock.begin_again()
 
+    def count_replaced(self, fields: Iterable[str]) -> None:
+        """Counts a request in which the session's own sampling replaced these fields."""
+        self._replaced.update(tuple(fields))
+
     def next_request(self) -> int:
         self._num_requests += 1
         return self._num_requests
@@ -360,6 +370,8 @@ class Session:
             truncated=any(node.finish.reason is FinishReason.LENGTH for node in nodes),
             room=self._room,
             masked=result.masked,
+            masked_by=result.masked_by,
+            replaced=dict(self._replaced),
             dropped=counted(dropped),
             failed_requests=self.failed_requests,
             num_rewritten=self.tree.num_rewritten,
@@ -402,6 +414,8 @@ def together(records: Mapping[str, SessionRecord]) -> SessionRecord:
         num_turns=sum(record.num_turns for record in every),
         num_branches=sum(record.num_branches for record in every),
         masked=sum((Counter(record.masked) for record in every), Counter[Reason]()),
+        masked_by=sum((Counter(record.masked_by) for record in every), Counter[str]()),
+        replaced=sum((Counter(record.replaced) for record in every), Counter[str]()),
         dropped=sum((Counter(record.dropped) for record in every), Counter[Reason]()),
         failed_requests=sum(record.failed_requests for record in every),
         num_rewritten=sum(record.num_rewritten for record in every),

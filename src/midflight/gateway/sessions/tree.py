@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -460,14 +460,19 @@ class Harvest(msgspec.Struct, frozen=True, eq=False):
     rows: tuple[Row, ...]
     masked: Mapping[Reason, int]
     dropped: Mapping[Reason, int]
+    masked_by: Mapping[str, int]
+    """See `SessionRecord`."""
 
 
-def counted(numbers: Iterable[tuple[Reason, int]]) -> dict[Reason, int]:
-    """The sum of the numbers of each reason. Numbers that are 0 add no entry."""
-    sums: dict[Reason, int] = {}
-    for reason, number in numbers:
+K = TypeVar("K")
+
+
+def counted(numbers: Iterable[tuple[K, int]]) -> dict[K, int]:
+    """The sum of the numbers of each key. Numbers that are 0 add no entry."""
+    sums: dict[K, int] = {}
+    for key, number in numbers:
         if number:
-            sums[reason] = sums.get(reason, 0) + number
+            sums[key] = sums.get(key, 0) + number
     return sums
 
 
@@ -484,12 +489,12 @@ def harvest(nodes: Sequence[Node], *, count_all_choices: bool = False) -> Harves
     chosen = [node for node in nodes if node not in unchosen] if unchosen else nodes
     requests = sorted({node.request for node in nodes})
     turn_of = {request: turn for turn, request in enumerate(requests)}
-    masked = [
-        (Reason.NOT_POLICY_SAMPLED, node.num_output) for node in chosen if not node.policy_sampled
-    ]
+    untrained = [node for node in chosen if not node.policy_sampled]
+    masked = [(Reason.NOT_POLICY_SAMPLED, node.num_output) for node in untrained]
+    masked_by = [(field, node.num_output) for node in untrained for field in node.masked_by]
     dropped = [(Reason.UNCHOSEN, node.num_output) for node in unchosen]
     dropped += [(Reason.OVERSHOOT, node.num_overshoot) for node in nodes]
-    return Harvest(_rows(chosen, turn_of), counted(masked), counted(dropped))
+    return Harvest(_rows(chosen, turn_of), counted(masked), counted(dropped), counted(masked_by))
 
 
 def _unchosen(nodes: Sequence[Node]) -> set[Node]:

@@ -307,7 +307,10 @@ def _record(ended: OwnedRecord) -> dict[str, object]:
         "failed_requests": record.failed_requests,
         "truncated": record.truncated,
         "masked": record.masked,
+        "masked_by": record.masked_by,
+        "replaced": record.replaced,
         "dropped": record.dropped,
+        "shares": record.shares,
         "rows_given": ended.rows_given,
         "rows": rows_as_lists(record.rows),
     }

@@ -124,7 +124,6 @@ def frequent(state: RunState, metrics: Metrics) -> dict[type, Sequence[facts.Rec
     return {
         facts.EngineStepped: [state.apply, metrics.apply],
         facts.TurnFinished: [metrics.apply],
-        facts.SessionEnded: [metrics.apply],
         facts.EvaluationKept: [],
         facts.SlotFreed: [],
         facts.TurnKept: [],
@@ -199,7 +198,9 @@ class RolloutProcess:
         if config.observe.samples:
             self._last = LastRollout(self._decoded)
             of[facts.TrajectoryKept] = [self._last.apply]
-        observers.append(self._alarms().apply)
+        alarms = self._alarms().apply
+        observers.append(alarms)
+        of[facts.SessionEnded] = [self._state.apply, self._metrics.apply, alarms]
         return Observers(observers, of=of)
 
     def close(self) -> None:

@@ -144,6 +144,7 @@ class Serving:
             run_name=config.run.name,
             run_seed=config.run.seed,
             strict=config.gateway.strict,
+            own_sampling=config.gateway.sampling == "run",
             max_sessions=config.gateway.max_sessions,
             max_requests=config.gateway.max_sessions,
             orphan_seconds=seconds / 4,

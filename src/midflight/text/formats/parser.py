@@ -35,8 +35,8 @@ class FormatParser:
     The parser holds back half a marker, an incomplete call, and, while it looks for calls,
     whitespace at the end. With `partly` the call of a known tool is given out from the first letter
     of its arguments on. If it then breaks off or proves to be no call, it stays a call with the
-    arguments that were given out, which are always the beginning of a JSON object. It would be
-    content if `partly` were false.
+    arguments that were given out, which are always the beginning of a JSON object. Without
+    `partly`, which reads a text to compare it with another, it is content.
     """
 
     def __init__(

@@ -4,22 +4,36 @@ only.
 
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
+from midflight.archive.ledger import ledger_of
+from midflight.archive.store_reader import file_of
 from midflight.config import derived
 from midflight.config.disk import disk_bytes, first_disk_bytes, spilled_bytes
 from midflight.config.sections import Config
 from midflight.errors import ConfigError
+from midflight.observe.alarms import UNMASK
+from midflight.observe.history import read_journal
 from midflight.observe.readable import size
+from midflight.observe.summary import summary_of
 from midflight.run.launcher import replaced_files
 from midflight.run.launcher.checks.check import Caller, Finding, Plan, ok, warning
 from midflight.run.launcher.checks.model import check_same_model
-from midflight.run.launcher.folder import ROWS, can_go_on, kept, num_bytes_of_run, places_of
+from midflight.run.launcher.folder import (
+    JOURNAL,
+    ROWS,
+    can_go_on,
+    kept,
+    num_bytes_of_run,
+    places_of,
+)
 from midflight.run.launcher.folder_lock import check_free
 from midflight.run.launcher.permissions import group_id
 from midflight.trajectories.pairs import check_local, shard_stores, store_path
+from midflight.types import Kind, Reason
 from midflight.weights.transports.memory_files import SHARED, shared_free
 
 
@@ -137,6 +151,38 @@ def _check_room(config: Config, folder: Path, found: str, *, trains: bool) -> No
             f"a checkpoint), and {size(free)} are free; free some space, give --folder for another "
             "place, or delete the old run yourself."
         )
+
+
+UNTRAINED_SHARE = 0.05
+"""The share of a run's tokens that may be sampled otherwise than the policy before that is marked.
+A harness that samples as the run does has nearly none.
+"""
+
+
+def trained_share(plan: Plan) -> Iterator[Finding]:
+    """Says which share of the tokens of the run in this folder is trained, and for which reasons
+    the rest is not.
+    """
+    if not file_of(plan.folder, Kind.TRAINING).is_file():
+        return
+    accounts = ledger_of(plan.folder).accounts
+    total = accounts.received_tokens
+    if not total:
+        return
+    num_trained = accounts.trained_tokens + accounts.waiting_tokens
+    parts = [f"{num_trained / total:.1%} of {total:,} are trained or will be"]
+    masked = Counter(accounts.masked_tokens)
+    parts += [f"{number / total:.1%} masked: {why}" for why, number in masked.most_common()]
+    dropped = Counter(accounts.dropped_tokens)
+    parts += [f"{number / total:.1%} dropped: {why}" for why, number in dropped.most_common()]
+    found = "; ".join(parts)
+    if masked[Reason.NOT_POLICY_SAMPLED] <= UNTRAINED_SHARE * total:
+        yield ok("tokens", found)
+        return
+    fields = summary_of(plan.folder, read_journal(plan.folder / JOURNAL)).masked_by
+    if fields:
+        found = f"{found}; by {', '.join(fields)}"
+    yield warning("tokens", found, UNMASK)
 
 
 def disk(plan: Plan) -> Iterator[Finding]:

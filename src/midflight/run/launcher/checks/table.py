@@ -60,6 +60,7 @@ AT_ONCE = (
     Check(fit.sizes, RUN, ALL),
     Check(own_trainer.own_trainer, RUN, FOREIGN),
     Check(folder.run_folder, RUN),
+    Check(folder.trained_share, RUN, TASKS, DOCTOR),
 )
 IN_TRIAL = (
     # these need the user's code, or libraries that this process does without

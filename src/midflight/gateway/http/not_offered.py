@@ -1,0 +1,104 @@
+"""The methods of OpenAI's and Anthropic's SDKs that have no route here, each with what to use
+instead. `docs/methods.md` is made from this table and from the SDKs.
+"""
+
+from collections.abc import Mapping
+
+from midflight.errors import NotOffered
+from midflight.gateway.dialects.messages import messages_fault
+from midflight.wire.edge import Fault, fault_of
+
+_ACCOUNTS = "there are no accounts here; POST /midflight/v1/sessions opens a session"
+_AGENTS = (
+    "agents run in programs of their own; POST /v1/responses with a conversation keeps what was "
+    "said"
+)
+_FILES = "no files are kept here; write their text into the messages"
+_LIVE = "the model reads and writes text, over HTTP; POST /v1/responses with stream"
+_PICTURES = "the model reads and writes text alone; leave pictures and films to another server"
+_SOUND = "the model reads and writes text alone; leave sound to another server"
+_JUDGED = "nothing is moderated here; judge answers in the reward of an environment"
+_MACHINES = "tools run in the agent's own program, or in the sandbox of an environment"
+
+NOT_OFFERED: Mapping[str, str] = {
+    "/v1/agents": _AGENTS,
+    "/v1/assistants": _AGENTS,
+    "/v1/audio": _SOUND,
+    "/v1/batches": "engines batch what comes together; send each request by itself",
+    "/v1/chat/completions": (
+        "chats are not kept by id; POST /v1/responses keeps its answers, and a session's record "
+        "has its tokens"
+    ),
+    "/v1/chatkit": _AGENTS,
+    "/v1/containers": _MACHINES,
+    "/v1/content_provenance_checks": _JUDGED,
+    "/v1/decisions": _JUDGED,
+    "/v1/deployment_runs": _AGENTS,
+    "/v1/deployments": _AGENTS,
+    "/v1/dreams": _AGENTS,
+    "/v1/embeddings": "the model generates, and embeds nothing; leave that to another server",
+    "/v1/environments": _MACHINES,
+    "/v1/evals": "`midflight evaluate` scores held-out tasks",
+    "/v1/files": _FILES,
+    "/v1/fine_tuning": "`midflight train` trains the model that is served here",
+    "/v1/images": _PICTURES,
+    "/v1/live": _LIVE,
+    "/v1/memory_stores": _AGENTS,
+    "/v1/messages/batches": "engines batch what comes together; send each message by itself",
+    "/v1/models/*": "there is one model, that of the run, which no client deletes",
+    "/v1/moderations": _JUDGED,
+    "/v1/organization": _ACCOUNTS,
+    "/v1/organizations": _ACCOUNTS,
+    "/v1/projects": _ACCOUNTS,
+    "/v1/realtime": _LIVE,
+    "/v1/responses": (
+        "answers come over HTTP, as one body or as a stream of events; POST /v1/responses"
+    ),
+    "/v1/responses/compact": (
+        "a conversation is read whole; ask the model for a summary by POST /v1/responses, and go "
+        "on from that"
+    ),
+    "/v1/safety": _JUDGED,
+    "/v1/sessions": _AGENTS,
+    "/v1/skills": "skills are texts; write them into the instructions",
+    "/v1/threads": _AGENTS,
+    "/v1/tunnels": _MACHINES,
+    "/v1/uploads": _FILES,
+    "/v1/user_profiles": _ACCOUNTS,
+    "/v1/vaults": "no secrets are kept here; the agent's own program holds them",
+    "/v1/vector_stores": (
+        "nothing is searched here; give the model a tool that searches in the agent's own program"
+    ),
+    "/v1/videos": _PICTURES,
+    "/v1/webhook_endpoints": "nobody is called here; read the stream, or wait for the answer",
+    "/v1/webhook_event_types": "nobody is called here; read the stream, or wait for the answer",
+}
+"""What to do instead, by the beginning of the path. The longest beginning counts. A `*` stands for
+anything.
+"""
+
+
+def row_of(path: str) -> str | None:
+    """The row for a path, or `None` if no SDK has a method there."""
+    beginning = path
+    while beginning:
+        if beginning in NOT_OFFERED:
+            return beginning
+        beginning = beginning.rpartition("/")[0]
+        if f"{beginning}/*" in NOT_OFFERED:
+            return f"{beginning}/*"
+    return None
+
+
+def refusal(method: str, path: str, headers: Mapping[bytes, bytes]) -> Fault | None:
+    """The refusal of a request whose path and method have no route, in the form that its client
+    reads. `None` if no SDK has such a method.
+    """
+    asked = path
+    if asked.startswith("/s/"):
+        asked = "/" + asked[3:].partition("/")[2]
+    row = row_of(asked)
+    if row is None:
+        return None
+    error = NotOffered(f"{method} {asked[:200]} is not offered here: {NOT_OFFERED[row]}.")
+    return messages_fault(error) if b"anthropic-version" in headers else fault_of(error)
