@@ -9,6 +9,10 @@ from pydantic import Field, JsonValue
 from midflight.config.section import Above0, Count, Positive, Seconds, Section
 
 
+SANDBOXES = ("bubblewrap", "trusted", "docker", "e2b", "daytona", "modal")
+"""The kinds of sandboxes that are known by a word."""
+
+
 class RewardSection(Section):
     """One reward function. Several are added up by their weights."""
 

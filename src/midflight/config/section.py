@@ -2,9 +2,13 @@
 torch.
 """
 
+import re
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field
+
+_ADDRESS = re.compile(r"https?://[^\s?#]+")
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -22,3 +26,16 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def is_address(text: str) -> bool:
+    """True for the beginning of addresses of a server: with http or https, a host and perhaps a
+    port and a path.
+    """
+    if not _ADDRESS.fullmatch(text):
+        return False
+    try:
+        parts = urlsplit(text)
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:  # its port is no number, or too large
+        return False

@@ -136,17 +136,33 @@ def _check_room(config: Config, folder: Path, found: str, *, trains: bool) -> No
         )
 
 
+def _writable(folder: Path, option: str) -> Path:
+    """The folder, or the nearest one above it that is there. Raises `ConfigError` unless the rest
+    can be made in it.
+    """
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    if not there.is_dir():
+        raise ConfigError(
+            f"{option} is {folder}, and {there} is a file; choose another {option}, or move that "
+            "file."
+        )
+    if not os.access(there, os.W_OK) or not shutil.disk_usage(there).free:
+        raise ConfigError(
+            f"{option} is {folder}, and {there} cannot be written to; choose another {option}, or "
+            "make it writable."
+        )
+    return there
+
+
 def disk(plan: Plan) -> Iterator[Finding]:
     """Says what is free where the folder is, or will be. Raises `ConfigError` unless models and
     checkpoints have room there.
     """
     folder = plan.folder.absolute()
-    there = next(place for place in (folder, *folder.parents) if place.is_dir())
-    if not os.access(there, os.W_OK):
-        raise ConfigError(
-            f"run.folder is {folder}, and {there} cannot be written to; choose another "
-            "run.folder, or make it writable."
-        )
+    there = _writable(folder, "run.folder")
+    store_folder = plan.config.run.store_folder
+    if store_folder is not None and plan.config.cluster.kind == "local":
+        _writable(store_folder, "run.store_folder")
     check_local(store_path(folder, plan.config.run.store_folder))
     sizes = derived.model_sizes(plan.config.model)
     versions = spilled_bytes(plan.config, sizes, shared_free=shared_free())

@@ -1,0 +1,67 @@
+"""What the dry run accepts makes a step, whatever options say. `HYPOTHESIS_PROFILE=explore` tries other configurations.
+
+A failure shows the smallest set of values that fails. What was found so stands below as a case of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, note, settings
+
+from .drawing import settings_drawn
+from .playing import Outcome, answering, checks_here, play, tidy, write_files
+
+NUM_CASES = 2000
+LEAST_STEPS = 0.2
+"""The share of cases that are played to their steps. The others are refused, or too large to play."""
+
+
+@dataclass
+class Place:
+    """A folder with what configurations name, and what became of those that were played there."""
+
+    folder: Path
+    words: dict[str, str]
+    outcomes: Counter[Outcome] = field(default_factory=Counter)
+
+    def play(self, drawn: dict[str, Any]) -> Outcome:
+        try:
+            outcome = play(drawn, self.words, self.folder)
+        finally:
+            tidy(self.folder)
+        self.outcomes[outcome] += 1
+        return outcome
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    folder = tmp_path_factory.mktemp("fuzz")
+    write_files(folder)
+    logging.disable(logging.CRITICAL)
+    with pytest.MonkeyPatch.context() as patch, answering() as url, checks_here():
+        patch.chdir(folder)
+        yield Place(folder, {"LIVE": url, "STORE": str(folder / "store"), "PYTHON": str(folder / "python")})
+    logging.disable(logging.NOTSET)
+
+
+def test_what_the_dry_run_accepts_makes_a_step(place: Place) -> None:
+    @settings(max_examples=NUM_CASES, suppress_health_check=list(HealthCheck))
+    @given(settings_drawn())
+    def tried(drawn: dict[str, Any]) -> None:
+        note("\n".join(f"{key} = {value!r}" for key, value in drawn.items()))
+        place.play(drawn)
+
+    tried()
+    total = place.outcomes.total()
+    assert total >= NUM_CASES and place.outcomes[Outcome.STEPPED] >= LEAST_STEPS * total, place.outcomes
+
+
+def test_the_small_configuration_makes_its_steps(place: Place) -> None:
+    assert place.play({}) is Outcome.STEPPED
