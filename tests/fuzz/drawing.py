@@ -57,7 +57,7 @@ KNOWN: dict[str, Sequence[Any]] = {
     "environment.untracked.api_key_env": ("", "PATH", "NO_SUCH_KEY"),
     "environment.untracked.engines": (0, 1, 2, -1, 10**9),
     "environment.template_options": ({}, {"list_tools": True}, {"messages": 1}, {"a b": None}),
-    "environment.sources.*.dataset": ("none", "spell_backward", "spel_backward", ""),
+    "environment.sources.*.dataset": ("none", ""),
     "environment.sources.*.path": ("rows.jsonl", "rows.csv", "none", "absent.jsonl", "empty.jsonl", "", "."),
     "environment.sources.*.entry": ("none", f"{OWN}:rows", f"{OWN}:absent", "x", ""),
     "environment.sources.*.size": ("none", 1, 2, 20, 0, -1, 10**18),

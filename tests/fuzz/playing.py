@@ -33,6 +33,7 @@ from midflight.models.load import load_model, save_model
 from midflight.models.lora import add_adapters, lora_config
 from midflight.models.names import named_tensors
 from midflight.run.api.teacher import Teacher
+from midflight.run.launcher import folder as run_folder
 from midflight.run.launcher.checks import devices, engines, fit, folder, machine, model, table, tasks
 from midflight.run.launcher.checks.check import About, Caller, Check, Findings, Plan, TorchFound
 from midflight.run.launcher.folder import prepare
@@ -120,7 +121,7 @@ def _called_again(section: Any, option: str, *, stall_seconds: float) -> Any:
 
 @contextmanager
 def checks_here() -> Generator[None]:
-    """The checks are asked in this process, without those that look at the machine alone."""
+    """The checks are asked in this process, without those that look at the machine alone, of which a folder is told nothing either."""
     plain = [c for c in table.AT_ONCE if c.look in (model.model, model.teacher, engines.interpreter, fit.sizes, folder.run_folder)]
     beside = [c for c in table.BESIDE_TRIAL if c.look not in (devices.torch, engines.servers)]
     with (
@@ -129,6 +130,7 @@ def checks_here() -> Generator[None]:
         patch.object(table, "AT_LAST", []),
         patch.object(table, "trial", _trial),
         patch.object(tasks, "_called_again", _called_again),
+        patch.object(run_folder, "machine", dict),
     ):
         yield
 
@@ -147,7 +149,9 @@ def play(drawn: dict[str, Any], words: dict[str, str], place: Path) -> Outcome:
         assert str(refused).strip(), "a refusal without a word"
         return Outcome.REFUSED
     check_kept(config)
-    check_shown(config, found)
+    shown = report(config, found)
+    if any(isinstance(value, str) for value in drawn.values()):  # a text may be taken for markup
+        Console(file=StringIO(), width=80).print(shown, highlight=False)
     prepare(plan.folder, config, resume=False)
     if all(source.posted for source in config.environment.sources):
         return Outcome.WAITS
@@ -172,10 +176,6 @@ def check_kept(config: Config) -> None:
     stored.write_text(as_toml(config))
     again = load_config(stored, note=lambda _: None)
     assert again == config
-
-
-def check_shown(config: Config, found: Findings) -> None:
-    Console(file=StringIO(), width=80).print(report(config, found), highlight=False)
 
 
 def is_vast(config: Config) -> bool:
@@ -206,7 +206,9 @@ class FiniteTrainer:
 
 
 def trainer_here(config: Config) -> FiniteTrainer:
-    return FiniteTrainer(trainer_of(config, _model(config)))
+    """It only warns: a script's log-probabilities are far from any model's."""
+    warning = config.model_copy(update={"trainer": config.trainer.model_copy(update={"on_alarm": "warn"})})
+    return FiniteTrainer(trainer_of(warning, _model(config)))
 
 
 def _model(config: Config) -> PreTrainedModel:
