@@ -234,10 +234,11 @@ def _model(config: Config) -> PreTrainedModel:
 
 
 def step(config: Config, sources: Sequence[Source], place: Path, *, trains: bool) -> None:
-    """Two steps, or one if the run has no more."""
+    """Two steps, or one if the run has no more. A script keeps no record of what it sampled from, so that it samples from everything."""
     torch.manual_seed(0)
     run = config.run.model_copy(update={"steps": min(2, config.run.steps)})
-    small = config.model_copy(update={"run": run})
+    environment = config.environment.model_copy(update={"top_p": 1.0, "top_k": None, "min_p": 0.0})
+    small = config.model_copy(update={"run": run, "environment": environment})
     real = trainer_here(config) if trains else None
     trainer = SimulatedTrainer(on_step=None if real is None else real.step)
     served = replace(CAPABLE, max_context=config.model.max_context, max_running=config.engine.max_running)
@@ -249,9 +250,9 @@ def step(config: Config, sources: Sequence[Source], place: Path, *, trains: bool
             script=Script(mean_length=8),
             tokenizer=TOKENIZER,
             capabilities=served,
-            step_seconds=0.001,
-            stage_seconds=0.005,
-            commit_seconds=0.005,
+            step_seconds=1e-5,
+            stage_seconds=1e-4,
+            commit_seconds=1e-4,
         )
         for number in range(num_engines(config.engine))
     ]

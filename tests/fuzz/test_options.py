@@ -65,3 +65,23 @@ def test_what_the_dry_run_accepts_makes_a_step(place: Place) -> None:
 
 def test_the_small_configuration_makes_its_steps(place: Place) -> None:
     assert place.play({}) is Outcome.STEPPED
+
+
+FOUND: dict[str, tuple[dict[str, Any], Outcome]] = {
+    "a step of a staleness of billions was looked for one by one": ({"rollout.max_staleness": 2**31}, Outcome.STEPPED),
+    "more rollouts ran than there may be sessions": ({"gateway.max_sessions": 2, "rollout.max_in_flight": "none"}, Outcome.STEPPED),
+    "a group had more rollouts than there may be sessions": ({"gateway.max_sessions": 1}, Outcome.REFUSED),
+    "the gateway takes no such temperature": ({"environment.temperature": 1e300}, Outcome.REFUSED),
+    "no number can be divided by such a temperature": ({"environment.temperature": 1e-300}, Outcome.REFUSED),
+    "no engine gives a token in no time": ({"gateway.request_seconds": 1e-300}, Outcome.REFUSED),
+    "no rollout takes no time": ({"environment.max_rollout_seconds": 1e-300}, Outcome.REFUSED),
+    "a host had a NUL": ({"gateway.host": "\0"}, Outcome.REFUSED),
+    "a folder had a NUL": ({"run.folder": "run\0"}, Outcome.REFUSED),
+    "a dataset without a name stood beside a path": ({"environment.sources.*.dataset": ""}, Outcome.REFUSED),
+}
+"""What the cases above have found, by what was wrong, and what becomes of it now."""
+
+
+@pytest.mark.parametrize(("drawn", "outcome"), FOUND.values(), ids=FOUND.keys())
+def test_what_was_found_stays_mended(place: Place, drawn: dict[str, Any], outcome: Outcome) -> None:
+    assert place.play(drawn) is outcome

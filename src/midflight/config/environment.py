@@ -14,7 +14,6 @@ from midflight.config.agents import (
     UntrackedSection,
 )
 from midflight.config.section import (
-    Above0,
     Count,
     Fraction,
     Positive,
@@ -26,6 +25,7 @@ from midflight.config.sources import SourceSection
 from midflight.entries import ENTRY
 from midflight.errors import nearest
 from midflight.types import SamplingParams
+from midflight.types.generation import LEAST_TEMPERATURE
 
 CLAIMED = "midflight.environments.claimed:claimed"
 """The entry of rollouts that clients claim over HTTP."""
@@ -84,7 +84,7 @@ class EnvironmentSection(Section):
     """Output tokens of one request unless the agent asks otherwise; larger allows longer answers.
     Default with `model.path`: a quarter of the context, from 16 to 256.
     """
-    temperature: Above0 = 1.0
+    temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=1000)] = 1.0
     """Sampling temperature of the policy; larger explores more."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample from the likeliest tokens that have this much probability together; larger keeps more.

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from midflight.config.section import NonNegative, Port, Positive, Seconds, Section, is_address
 
+_HOST = re.compile(r"[\w.:%-]+")
 _NAME = re.compile(r"\*|[\w.-]+|[\da-fA-F:]+")
 """A name of a host, an address of it, or `*`."""
 
@@ -74,10 +75,10 @@ class GatewaySection(Section):
 def gateway_contradictions(gateway: GatewaySection, *, view_port: int) -> Iterator[str]:
     """`view_port` is that of the viewer."""
     g = gateway
-    if not g.host.strip():
+    if not _HOST.fullmatch(g.host):
         yield (
-            "gateway.host is empty; give 127.0.0.1 for this machine alone, or 0.0.0.0 for all "
-            "networks"
+            f"gateway.host is {g.host!r}; give 127.0.0.1 for this machine alone, or 0.0.0.0 for "
+            "all networks"
         )
     if g.public_url and not is_address(g.public_url):
         yield (

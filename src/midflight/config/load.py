@@ -309,8 +309,21 @@ def _unknown(node: Table, path: KeyPath, origin: _Origin) -> Iterator[str]:
             )
         elif option.is_list:
             yield from _unknown_members(value, here, origin)
+        elif _has_nul(value):
+            yield (
+                f"{origin.of(here)}{key_of(here)} has the character NUL (value {value!r}), which "
+                "no name and no path may have; remove it"
+            )
         elif option.optional and value == "none":
             node[name] = None
+
+
+def _has_nul(value: Json) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_nul, (*value, *value.values())))
+    if isinstance(value, list):
+        return any(map(_has_nul, value))
+    return isinstance(value, str) and "\0" in value
 
 
 def _unknown_below(value: Json, path: KeyPath, origin: _Origin) -> Iterable[str]:

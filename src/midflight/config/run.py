@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from midflight.config.section import Above0, Count, Fraction, Positive, Seconds, Section
+from midflight.config.section import Count, Fraction, Positive, Seconds, Section
 
 
 class RunSection(Section):
@@ -29,7 +29,7 @@ class RunSection(Section):
     run fails. A restart also counts no more after ten minutes, and an engine that is killed while
     it starts does not count. Larger tolerates more crashes.
     """
-    stall_seconds: Above0 = 120.0
+    stall_seconds: Seconds = 120.0
     """A part that hangs is shown and started again after this, unless its task has a longer limit.
     A trial before the run that does nothing for so long is ended. Larger bears longer standstills.
     """
