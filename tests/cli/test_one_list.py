@@ -140,7 +140,10 @@ def test_a_key_that_the_environment_lacks_is_refused_by_all_three(capsys: pytest
     ("body", "words"),
     [
         ("    return rows[::-1] if 'again' in sys.argv[0] else rows\n", 'was called twice and gave {"question":"0","answer":"0"} as row 0'),
-        ("    for row in rows[:50]:\n        yield row\n    raise OSError('connection reset')\n", "failed at row 50 (counted from 0) with OSError"),
+        (
+            "    for row in rows[:50]:\n        yield row\n    raise OSError('connection reset')\n",
+            "failed at row 50 (counted from 0) with OSError",
+        ),
         ("    raise SystemExit(0)\n", "failed with SystemExit: 0"),
     ],
 )

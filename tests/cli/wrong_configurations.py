@@ -57,7 +57,6 @@ def write_files(folder: Path) -> None:
     (folder / "model" / "config.json").write_text("{}")
 
 
-
 WRONG: list[tuple[str, tuple[str, ...]]] = [
     # --- run
     ("run.folder", ("run.folder=rows.jsonl",)),

@@ -180,7 +180,7 @@ class RolloutProcess:
             self._last = LastRollout(self._decoded)
             of[facts.TrajectoryKept] = [self._last.apply]
         observers.append(self._alarms().apply)
-        return Observers(observers, of=of)
+        return Observers(observers, of=of, say=lambda text: self._launcher.tell(Alarm(text)))
 
     def close(self) -> None:
         """Waits until the answers to held-out tasks are on disk: the process ends without waiting
