@@ -7,7 +7,6 @@ import os
 import resource
 import shutil
 import socket
-
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace

@@ -34,7 +34,7 @@ from midflight.models.lora import add_adapters, lora_config
 from midflight.models.names import named_tensors
 from midflight.run.api.teacher import Teacher
 from midflight.run.launcher import folder as run_folder
-from midflight.run.launcher.checks import devices, engines, fit, folder, machine, model, table, tasks
+from midflight.run.launcher.checks import devices, engines, fit, folder, model, table, tasks
 from midflight.run.launcher.checks.check import About, Caller, Check, Findings, Plan, TorchFound
 from midflight.run.launcher.folder import prepare
 from midflight.testing.ring import ScriptedScorer, SimulatedTrainer, open_ring

@@ -8,7 +8,6 @@ from pydantic import Field, JsonValue
 
 from midflight.config.section import Count, Positive, Seconds, Section
 
-
 SANDBOXES = ("bubblewrap", "trusted", "docker", "e2b", "daytona", "modal")
 """The kinds of sandboxes that are known by a word."""
 
