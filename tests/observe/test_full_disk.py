@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,9 @@ from midflight.types.facts import Waited
 pytestmark = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no file here is always full")
 
 
+FULL = partial(Path("/dev/full").open, "ab")
+
+
 def said_when(act: Callable[[], object]) -> str:
     """What the user reads of the error."""
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)) as caught:
@@ -37,7 +41,7 @@ def test_the_journal_is_named_once_and_has_its_whole_lines(tmp_path: Path) -> No
     run = Observers([state.apply, journal.apply], say=said.append)
     batch(run, 0, {0: 4})
     step(run, 1, started=1000.0, ended=1000.5, num_tokens=4, loss=0.5)
-    journal._file = Path("/dev/full").open("ab")  # pyright: ignore[reportPrivateUsage]
+    journal._file = FULL()  # pyright: ignore[reportPrivateUsage]
     for version in (1, 2):
         batch(run, version, {version: 4})
         step(run, version + 1, started=1001.0, ended=1001.5, num_tokens=4, loss=0.5)
@@ -48,7 +52,7 @@ def test_the_journal_is_named_once_and_has_its_whole_lines(tmp_path: Path) -> No
 def test_the_timeline_is_named_and_has_its_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "timeline.jsonl"
     timeline = Timeline(path, RunState(steps=10, clock=Clock()), goes_on=False)
-    timeline._file = Path("/dev/full").open("ab")  # pyright: ignore[reportPrivateUsage]
+    timeline._file = FULL()  # pyright: ignore[reportPrivateUsage]
     said = said_when(lambda: timeline.apply(Waited(who="trainer", for_whom="engines", seconds=1.0)))
     assert said.startswith(f"Writing {path}: No space left")
     assert len(read_timeline(path)) == 1

@@ -8,10 +8,13 @@ import pytest
 from starlette.testclient import TestClient
 from tests.archive.stores import Recorded
 
+from midflight.archive.conversation import conversation_of
 from midflight.config import Config
 from midflight.config.dump import as_toml
+from midflight.types import GroupKey, RolloutKey
 from midflight.view import app
 from midflight.view.guard import COOKIE
+from midflight.view.pages.conversation import _branch  # pyright: ignore[reportPrivateUsage]
 from midflight.view.visit import RunFolders
 
 pytest.importorskip("nicegui", reason="pip install 'midflight[view]'")
@@ -20,7 +23,7 @@ SCRIPT = "</script><script>alert('read')</script><img src=x onerror=alert(1)>"
 
 
 @pytest.fixture(scope="module")
-def viewer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "shown"
     folder.mkdir()
     with Recorded(folder) as run:
@@ -29,6 +32,11 @@ def viewer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
     (folder / "config.toml").write_text(as_toml(Config()))
     (folder / "metrics.jsonl").write_text("")
     (folder.parent / "secret.txt").write_text("of nobody's business")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def viewer(folder: Path) -> Iterator[TestClient]:
     built = app.build(RunFolders([folder]), host="127.0.0.1", token=TOKEN)
     with TestClient(built, base_url="http://127.0.0.1", headers={"authorization": f"Bearer {TOKEN}"}) as client:
         yield client
@@ -48,8 +56,14 @@ def test_what_a_model_or_an_address_says_is_shown_as_text(viewer: TestClient, pa
     answer = viewer.get(f"/run/shown/{page}")
     assert answer.status_code == 200
     assert "<script>alert" not in answer.text and "<img src=x" not in answer.text
-    if page != "ledger":
+    if page.startswith("groups"):  # what a conversation says follows over the page's socket
         assert "&lt;" in answer.text, "it is there, as text"
+
+
+def test_the_tokens_of_a_conversation_are_shown_as_text(folder: Path) -> None:
+    seen = conversation_of(folder, RolloutKey(GroupKey(0, 0), 0))
+    shown = "".join(_branch(branch, "use") for branch in seen.branches)
+    assert "&lt;" in shown and "<script" not in shown and "<img" not in shown
 
 
 @pytest.mark.parametrize(
