@@ -255,7 +255,6 @@ WRONG: list[tuple[str, tuple[str, ...]]] = [
     ("without lora.rank", ("lora.alpha=2",)),
     ("weights.delta", ("lora.rank=2", "weights.delta=true")),
     ("weights.transport", ("weights.transport=file",)),
-    ("weights.transport", ("weights.transport=direct",)),
     ("weights.every", ("weights.every=9",)),
     ("weights.max_paused", ("weights.max_paused=0",)),
     # --- what is shown, and where it runs

@@ -1,6 +1,9 @@
 """The options of a run as a whole."""
 
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from midflight.config.section import Count, Fraction, Positive, Seconds, Section
 
@@ -16,7 +19,7 @@ class RunSection(Section):
     """Folder on a disk of the gateway's machine for the store, of which each checkpoint then gets a
     copy; an absolute path. Default: the run's folder, which may not lie on a network then.
     """
-    seed: Count = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seeds weights, task order and sampling."""
     steps: Positive = 100
     """Optimiser steps of reinforcement learning; larger trains longer."""
