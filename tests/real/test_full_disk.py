@@ -33,8 +33,9 @@ class Disk:
         """The same disk, for programs that do not see it."""
 
     def started(self, *words: object) -> subprocess.Popen[bytes]:
-        into = ["nsenter", f"--target={self._holder.pid}", "--user", "--mount", "--preserve-credentials", f"--wd={self._place.parent}"]
-        command = [*into, sys.executable, "-m", "midflight", *map(str, words)]
+        into = ["nsenter", f"--target={self._holder.pid}", "--user", "--mount", "--preserve-credentials"]
+        there = ["sh", "-c", 'cd "$1" && shift && exec "$@"', "sh", self._place.parent]  # the folder as it is within
+        command = [*into, *there, sys.executable, "-m", "midflight", *map(str, words)]
         said = self._place.with_name("said.txt")
         with said.open("wb") as output:
             return subprocess.Popen(command, env=ENVIRON, stdout=output, stderr=output)

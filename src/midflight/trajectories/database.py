@@ -248,6 +248,18 @@ def look(path: Path) -> sqlite3.Connection:
         return connection
 
 
+def check_whole(path: Path) -> None:
+    """Raises `StoreCorrupt` with the remedy if a store is damaged. Reads all of it, and changes
+    nothing.
+    """
+    with naming(path):
+        connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=5.0)
+        try:
+            _check(connection, path)
+        finally:
+            connection.close()
+
+
 def _create(connection: sqlite3.Connection) -> None:
     """Makes the tables in one transaction: a process that is killed in it leaves an empty file,
     which counts as new.

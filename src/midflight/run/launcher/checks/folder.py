@@ -18,6 +18,7 @@ from midflight.run.launcher.checks.check import Caller, Finding, Plan, ok, warni
 from midflight.run.launcher.checks.model import check_same_model
 from midflight.run.launcher.folder import ROWS, can_go_on, kept, num_bytes_of_run, places_of
 from midflight.run.launcher.folder_lock import check_free
+from midflight.trajectories.database import check_whole
 from midflight.trajectories.pairs import check_local, shard_stores, store_path
 from midflight.weights.transports.memory_files import SHARED, shared_free
 
@@ -35,6 +36,7 @@ def run_folder(plan: Plan) -> Iterator[Finding]:
         )
         if plan.resume:
             check_same_model(plan.config)
+            _check_stores(plan.config)
         return
     try:
         check_free(plan.folder)
@@ -42,6 +44,16 @@ def run_folder(plan: Plan) -> Iterator[Finding]:
     except ConfigError as error:
         yield warning("run.folder", str(error))
     _check_apart(plan.config, plan.folder, gives_rows=False)
+
+
+def _check_stores(config: Config) -> None:
+    """Raises `StoreCorrupt` if a store here is damaged: a run that finds it later has changed its
+    journal by then.
+    """
+    folder = Path(config.run.folder)
+    for store in (store_path(folder, config.run.store_folder), *shard_stores(folder)):
+        if store.is_file():
+            check_whole(store)
 
 
 def check_run_folder(
