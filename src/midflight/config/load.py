@@ -37,8 +37,6 @@ from midflight.types import Json
 
 
 Table = dict[str, Json]
-LAST = "cluster"
-"""The last section of a stored configuration."""
 
 
 def apply_override(table: Table, text: str) -> KeyPath:
@@ -164,8 +162,6 @@ def load_config(
     for name, section in (table or {}).items():
         _lay_over(whole, name, section)
     overridden = {apply_override(whole, text) for text in overrides}
-    if path is not None and note is not None:
-        _check_whole(whole, Path(path))
     origin = _Origin("" if path is None else str(path), overridden, is_stored=note is not None)
     _refuse(list(_unknown(whole, (), origin)))
     _refuse(list(_replaced(whole, origin, note)))
@@ -174,18 +170,6 @@ def load_config(
     prefix = f"{origin.file}: " if origin.file else ""
     _refuse([f"{prefix}{problem}" for problem in contradictions(config)])
     return config
-
-
-def _check_whole(table: Table, path: Path) -> None:
-    """Raises `ConfigError` if the stored configuration of a run was cut short. A run writes its
-    options section by section, to the last.
-    """
-    if table and LAST not in table:
-        raise ConfigError(
-            f"{path}: the section [{LAST}] is missing, which a run writes last, so that the file "
-            "was cut short; restore it from a copy, or give --resume the configuration that the "
-            "run began with, and --folder."
-        )
 
 
 def _lay_over(table: Table, name: str, value: object) -> None:

@@ -88,7 +88,7 @@ BESIDE_TRIAL = (
     Check(machine.shared_memory, ROOM),
     Check(machine.port, ROOM),
     Check(machine.view_port, ROOM),
-    Check(engines.attached, RUN, ALL),
+    Check(engines.attached, RUN),
 )
 AT_LAST = (
     Check(cluster.cluster, RUN, ALL),
