@@ -96,6 +96,6 @@ def test_i8_a_disk_that_fills_up_ends_the_run_in_a_sentence_and_nothing_is_lost(
         disk.free()
         status, said = disk.ended(disk.started("train", *options, "--resume", "--set", f"run.steps={kept + 3}"))
         assert status == 0, said
-        assert [line["version"] for line in steps(run)] == list(range(1, kept + 4))
+        assert [line["step"] for line in steps(run)] == list(range(1, kept + 4)), "versions that were given out are not given again"
         status, said = disk.ended(disk.started("ledger", "disk/run"))
         assert status == 0 and "does not add up" not in said, said
