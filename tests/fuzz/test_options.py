@@ -73,6 +73,7 @@ FOUND: dict[str, tuple[dict[str, Any], Outcome]] = {
     "a group had more rollouts than there may be sessions": ({"gateway.max_sessions": 1}, Outcome.REFUSED),
     "the gateway takes no such temperature": ({"environment.temperature": 1e300}, Outcome.REFUSED),
     "no number can be divided by such a temperature": ({"environment.temperature": 1e-300}, Outcome.REFUSED),
+    "a stored configuration lost what was null": ({"environment.template_options": {"a b": None}}, Outcome.REFUSED),
     "no generator takes such a seed": ({"run.seed": 2**64 + 1, "lora.rank": 1}, Outcome.REFUSED),
     "no engine gives a token in no time": ({"gateway.request_seconds": 1e-300}, Outcome.REFUSED),
     "no rollout takes no time": ({"environment.max_rollout_seconds": 1e-300}, Outcome.REFUSED),
