@@ -50,6 +50,7 @@ test: $(VENV)/.dev
 # Whole runs and servers in processes of their own: killed, stopped, starved of disk, resumed.
 test-real: $(VENV)/.dev
 	$(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=120' $(PARALLEL) tests/real
+	MIDFLIGHT_FUZZ_CASES=2000 $(BIN)/python -m pytest -q --strict-markers tests/fuzz
 
 # Drawn configurations as real processes: what the dry run accepts makes a step. MIDFLIGHT_OPTION_SEED draws others.
 test-options: $(VENV)/.dev

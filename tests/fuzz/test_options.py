@@ -6,6 +6,7 @@ A failure shows the smallest set of values that fails. What was found so stands 
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,7 +19,9 @@ from hypothesis import HealthCheck, given, note, settings
 from .drawing import settings_drawn
 from .playing import Outcome, answering, checks_here, play, tidy, write_files
 
-NUM_CASES = 2000
+pytestmark = pytest.mark.timeout(1800)
+NUM_CASES = int(os.environ.get("MIDFLIGHT_FUZZ_CASES", "300"))
+"""`make test-real` plays two thousand, which takes a minute and a half of processor time."""
 LEAST_STEPS = 0.2
 """The share of cases that are played to their steps. The others are refused, or too large to play."""
 
@@ -74,6 +77,7 @@ FOUND: dict[str, tuple[dict[str, Any], Outcome]] = {
     "the gateway takes no such temperature": ({"environment.temperature": 1e300}, Outcome.REFUSED),
     "no number can be divided by such a temperature": ({"environment.temperature": 1e-300}, Outcome.REFUSED),
     "a stored configuration lost what was null": ({"environment.template_options": {"a b": None}}, Outcome.REFUSED),
+    "no float has room for such a cap": ({"correction.cap": 1e300}, Outcome.REFUSED),
     "no generator takes such a seed": ({"run.seed": 2**64 + 1, "lora.rank": 1}, Outcome.REFUSED),
     "no engine gives a token in no time": ({"gateway.request_seconds": 1e-300}, Outcome.REFUSED),
     "no rollout takes no time": ({"environment.max_rollout_seconds": 1e-300}, Outcome.REFUSED),

@@ -15,10 +15,10 @@ Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0.001, le=1e9)]
 """No process can be as fast as the least, and the most are thirty years."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
-NonNegative = Annotated[float, Field(ge=0)]
+NonNegative = Annotated[float, Field(ge=0, le=1e30)]
 Rate = Annotated[float, Field(gt=0, le=1)]
 """A step size of AdamW, which moves each weight by about so much."""
-Above0 = Annotated[float, Field(gt=0)]
+Above0 = Annotated[float, Field(gt=0, le=1e30)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
