@@ -17,7 +17,7 @@ SERVERS = $(if $(MIDFLIGHT_VLLM_PYTHON),,$(VENV)-vllm/.done) $(if $(MIDFLIGHT_SG
 WITH_SERVERS = MIDFLIGHT_VLLM_PYTHON="$${MIDFLIGHT_VLLM_PYTHON:-$(CURDIR)/$(VENV)-vllm/bin/python}" \
     MIDFLIGHT_SGLANG_PYTHON="$${MIDFLIGHT_SGLANG_PYTHON:-$(CURDIR)/$(VENV)-sglang/bin/python}"
 
-.PHONY: demo calculator pretrained pretrained-compare test test-real test-gpu test-pretrained test-pretrained-servers test-docs docs test-clients test-clients-all test-coding-agents test-notebook test-view test-trackers test-adapters test-sandboxes test-agents test-cluster test-engines test-models benchmarks-smoke bench nightly engines dist test-package lint lint-ops format clean locks newest newest-engines engine-contract test-install
+.PHONY: demo calculator pretrained pretrained-compare test test-real test-options test-gpu test-pretrained test-pretrained-servers test-docs docs test-clients test-clients-all test-coding-agents test-notebook test-view test-trackers test-adapters test-sandboxes test-agents test-cluster test-engines test-models benchmarks-smoke bench nightly engines dist test-package lint lint-ops format clean locks newest newest-engines engine-contract test-install
 
 demo: $(VENV)/.demo
 	$(BIN)/midflight train configs/demo.toml --overwrite
@@ -50,6 +50,12 @@ test: $(VENV)/.dev
 # Whole runs and servers in processes of their own: killed, stopped, starved of disk, resumed.
 test-real: $(VENV)/.dev
 	$(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=120' $(PARALLEL) tests/real
+	MIDFLIGHT_FUZZ_CASES=2000 $(BIN)/python -m pytest -q --strict-markers tests/fuzz
+
+# Drawn configurations as real processes: what the dry run accepts makes a step. MIDFLIGHT_OPTION_SEED draws others.
+test-options: $(VENV)/.dev
+	MIDFLIGHT_OPTION_CASES=50 MIDFLIGHT_OPTION_SEED=$${MIDFLIGHT_OPTION_SEED:-$$(date +%Y%m%d)} \
+	    $(BIN)/python -m pytest -o addopts='-q --strict-markers' tests/real/test_options.py
 
 # On a machine with a GPU, with the Python of an environment that has torch for it: what CPU and GPU must compute alike.
 GPU_PYTHON ?= python3
@@ -77,7 +83,7 @@ bench: $(VENV)/.dev
 nightly: $(VENV)/.dev
 	HYPOTHESIS_PROFILE=explore $(MAKE) test test-real
 	rm -rf runs/nightly && $(MAKE) pretrained PRETRAINED=runs/nightly
-	$(MAKE) docs test-docs test-package test-pretrained test-pretrained-servers test-clients-all test-coding-agents test-notebook test-view test-trackers test-adapters test-sandboxes test-agents test-cluster test-engines test-models benchmarks-smoke newest
+	$(MAKE) docs test-options test-docs test-package test-pretrained test-pretrained-servers test-clients-all test-coding-agents test-notebook test-view test-trackers test-adapters test-sandboxes test-agents test-cluster test-engines test-models benchmarks-smoke newest
 
 # Unmodified clients of other people, in environments of their own: they want different versions of one SDK.
 CLIENTS ?= tests/clients

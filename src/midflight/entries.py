@@ -46,6 +46,11 @@ def _import(module_name: str, said: str) -> ModuleType:
         sys.path.append(here)
     try:
         return importlib.import_module(module_name)
+    except SystemExit as error:
+        raise ConfigError(
+            f"{said}: importing {module_name} ends its process with sys.exit({error.code!r}), as a "
+            "script does; put that below `if __name__ == '__main__':`."
+        ) from error
     except Exception as error:
         missing = (
             isinstance(error, ModuleNotFoundError)

@@ -7,8 +7,10 @@ found sets the blame. Messages name the action and the value, and end with the r
 
 import difflib
 import errno
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
+from pathlib import Path
 from typing import ClassVar, cast
 
 
@@ -400,6 +402,17 @@ def _says_full(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
         return True
     return any(text in str(error) for text in _NO_ROOM_TEXTS)
+
+
+@contextmanager
+def naming_file(path: Path) -> Generator[None]:
+    """Names the file in errors of the disk: that of a write says nothing of it."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def first_error(error: BaseException) -> BaseException:

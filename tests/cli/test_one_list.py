@@ -7,7 +7,6 @@ import os
 import resource
 import shutil
 import socket
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,10 +99,18 @@ def refused_by_all(capsys: pytest.CaptureFixture[str], *options: str) -> str:
         ('observe.trackers=["no_such_module:Tracker"]', "no_such_module"),
         ("warm_start.data=none.jsonl", "none.jsonl"),
         ("trainer.device=cuda", "trainer.device is 'cuda', which this machine has not got"),
+        ("environment.entry=exits:solve", "ends its process with sys.exit(0)"),
+        ("environment.sandbox.kind=chroot", "environment.sandbox.kind names 'chroot', which is no sandbox"),
+        ("environment.untracked.url=http://127.0.0.1:9/v1", "environment.untracked.url is 'http://127.0.0.1:9/v1', which does not answer"),
+        ("gateway.public_url=banana", "gateway.public_url must be the beginning of an address"),
+        ("gateway.host=no.such.invalid", "'no.such.invalid' is no address of this machine"),
+        ('lora={rank=1, targets=["query"]}', "lora.targets names 'query'"),
+        ('engine={kind="vllm", start_seconds=0.3, urls=["http://127.0.0.1:9"]}', "no vllm server answered at http://127.0.0.1:9"),
     ],
 )
 def test_a_wrong_option_is_refused_by_all_three_in_the_same_sentence(option: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     more = ["model.max_context=256"]
+    Path("exits.py").write_text("import sys\nsys.exit(0)\n")
     if words == "leaves none for an answer":
         Path("rows.jsonl").write_text("".join(json.dumps({"question": f"{i}" * 300, "answer": f"{i}"}) + "\n" for i in range(4)))
     assert words in refused_by_all(capsys, *more, option)
@@ -118,6 +125,38 @@ def test_a_port_that_is_taken_is_refused_by_all_three(capsys: pytest.CaptureFixt
         assert "choose another port" in refused_by_all(capsys, f"gateway.port={taken.getsockname()[1]}")
 
 
+def test_a_port_of_the_viewer_that_is_taken_is_refused_by_all_three(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert "choose another port (observe.view_port)" in refused_by_all(capsys, f"observe.view_port={taken.getsockname()[1]}")
+
+
+def test_a_key_that_the_environment_lacks_is_refused_by_all_three(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("environment.untracked.url=http://127.0.0.1:9/v1", "environment.untracked.api_key_env=NO_SUCH_KEY")
+    assert "names NO_SUCH_KEY, and there is no such variable" in refused_by_all(capsys, *options)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("    return rows[::-1] if 'again' in sys.argv[0] else rows\n", 'was called twice and gave {"question":"0","answer":"0"} as row 0'),
+        (
+            "    for row in rows[:50]:\n        yield row\n    raise OSError('connection reset')\n",
+            "failed at row 50 (counted from 0) with OSError",
+        ),
+        ("    raise SystemExit(0)\n", "failed with SystemExit: 0"),
+    ],
+)
+def test_a_function_of_rows_that_no_run_can_use_is_refused_by_all_three(
+    body: str, words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = f"rows_{tmp_path.name}".replace("-", "_")
+    rows = "    rows = [{'question': f'{i}', 'answer': f'{i}'} for i in range(60)]\n"
+    Path(f"{module}.py").write_text(f"import sys\n\n\ndef all_rows():\n{rows}{body}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    source = f'environment.sources=[{{entry="{module}:all_rows", answer="answer"}}]'
+    assert words in refused_by_all(capsys, source)
+
+
 def test_a_disk_and_a_shared_memory_without_room_are_refused_by_all_three(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,7 +164,10 @@ def test_a_disk_and_a_shared_memory_without_room_are_refused_by_all_three(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**10))
     assert "where 1 KB are free" in refused_by_all(capsys)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**10) if path == machine.SHARED else found(path))
-    server = ("engine.kind=vllm", f"engine.python={sys.executable}", "weights.transport=shared_memory")
+    python = Path("python")
+    python.write_text("#!/bin/sh\nexit 1\n")  # it cannot be asked for the package
+    python.chmod(0o755)
+    server = ("engine.kind=vllm", f"engine.python={python.absolute()}", "weights.transport=shared_memory")
     assert refused_by_all(capsys, *server).startswith("/dev/shm has 1 KB free")
 
 

@@ -92,7 +92,7 @@ def test_a_server_over_several_gpus_asks_for_all_of_them_in_one_seat(words: str)
         (['engine.kind="vllm"', 'engine.urls=["http://a:1"]', "cluster.engines_max=2"], "does nothing beside engine.urls"),
         (["cluster.trainer={GPU = -1}"], "cluster.trainer"),
         (["cluster.kind=slurm"], "cluster.kind must be one of 'local', 'ray'"),
-        (["cluster.lost_seconds=0"], "cluster.lost_seconds must be > 0"),
+        (["cluster.lost_seconds=0"], "cluster.lost_seconds must be >= 0.001"),
     ],
 )
 def test_options_that_cannot_be_on_a_cluster_are_refused(options: list[str], words: str) -> None:

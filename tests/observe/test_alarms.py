@@ -133,12 +133,12 @@ def test_without_a_line_of_the_user_the_last_place_is_shown() -> None:
 
 def test_steps_far_from_their_policy_are_said_with_their_readings_and_not_again_for_a_while() -> None:
     watched = Watched()
-    for version in (1, 2, 3, 4, 5, 6, 7):
-        far = () if version in (1, 3) else ("k1 is 0.5, beyond 0.3",)
+    for version in range(1, 13):
+        far = () if version in (1, 3) else ("k1 is 0.5, beyond 0.1",)
         watched.apply(Stepped(version, version, 0.0, 1.0, num_tokens=5, metrics={}, alarms=far))
     (said,) = watched.said("off_policy")
     assert (
-        said.startswith("the step to version 6, the last of 3 in a row: k1 is 0.5, beyond 0.3. ") and "lower rollout.max_staleness" in said
+        said.startswith("the step to version 11, the last of 8 in a row: k1 is 0.5, beyond 0.1. ") and "lower rollout.max_staleness" in said
     )
 
 

@@ -146,7 +146,7 @@ def test_first_steps_that_go_too_far_name_the_learning_rate_and_one_to_begin_aga
     watched = Watched()
     watched.apply(Stepped(1, 1, 0.0, 1.0, 5, {"rho/k1": 0.04, "rho/k3": 0.03}))
     assert not watched.facts
-    alarm = ("k1 is 0.82, beyond 0.3",)
+    alarm = ("k1 is 0.82, beyond 0.1",)
     watched.apply(Stepped(2, 2, 0.0, 1.0, 5, {"rho/k1": 0.82, "rho/k3": 0.6}, alarms=alarm))
     (said,) = watched.said("step_size")
     assert said.startswith(
@@ -158,12 +158,12 @@ def test_first_steps_that_go_too_far_name_the_learning_rate_and_one_to_begin_aga
 
 
 def test_a_run_that_learns_quickly_is_no_alarm() -> None:
-    """The demo's steps 15 to 20, in which it learns: single steps are out of a bound, and never three in a row."""
+    """The demo's steps 15 to 20, in which it learns: six steps in a row are out of a bound, and the policy that samples is near all the same."""
     watched = Watched(learning_rate=4e-4, usual_rate=3e-4)
     readings = ((0.127, 0.494), (0.169, 2.119), (0.218, 0.292), (0.17, 1.483), (0.111, 0.664), (0.152, 1.539))
     for step, (divergence, deviation) in enumerate(readings, start=15):
         found = alarms({"rho/mean": 1.0, "rho/ess": 0.93, "rho/k1": divergence, "rho/std": deviation})
-        assert bool(found) == (deviation > 1)
+        assert found
         watched.apply(Stepped(step, step, 0.0, 1.0, 5, {"rho/k1": divergence, "rho/k3": divergence}, alarms=found))
     assert not watched.facts
 
@@ -171,10 +171,10 @@ def test_a_run_that_learns_quickly_is_no_alarm() -> None:
 def test_later_steps_and_those_of_another_trainer_are_off_policy_as_before() -> None:
     for options, version in (({}, 11), ({"learning_rate": None}, 2)):
         watched = Watched(**options)
-        for step in range(3):
+        for step in range(8):
             assert not watched.said("off_policy")
-            watched.apply(Stepped(1, version + step, 0.0, 1.0, 5, {"rho/k1": 0.5}, alarms=("k1 is 0.5, beyond 0.3",)))
-        assert not watched.said("step_size") and "the last of 3 in a row: k1 is 0.5, beyond 0.3" in watched.said("off_policy")[0]
+            watched.apply(Stepped(1, version + step, 0.0, 1.0, 5, {"rho/k1": 0.5}, alarms=("k1 is 0.5, beyond 0.1",)))
+        assert not watched.said("step_size") and "the last of 8 in a row: k1 is 0.5, beyond 0.1" in watched.said("off_policy")[0]
 
 
 def test_a_rate_that_is_low_already_is_lowered_to_a_third() -> None:

@@ -40,7 +40,7 @@ def said(*overrides: str, hardware: Hardware = SMALL, trains: bool = True) -> li
         (["model.num_layers=1000000"], "model.num_layers is 1,000,000: the parts of the run would take"),
         (["model.intermediate_size=100000000"], "model.intermediate_size is 100,000,000: the parts of the run would take"),
         (["rollout.groups_per_step=100000000", "rollout.buffer_groups=none"], "lower rollout.groups_per_step."),
-        (["rollout.group_size=100000000", "rollout.max_in_flight=none"], "lower rollout.group_size."),
+        (["rollout.group_size=100000000", "rollout.max_in_flight=none", "gateway.max_sessions=1000000000"], "lower rollout.group_size."),
         (["rollout.max_in_flight=1000000000", "gateway.max_sessions=1000000000"], "lower rollout.max_in_flight."),
         (["environment.sources.0.size=1000000000"], "environment.sources.0.size is 1,000,000,000: the parts of the run would take"),
         (["environment.sources.1.heldout=100000000"], "lower environment.sources.1.heldout."),

@@ -163,11 +163,20 @@ def overfull(
     token and is not in the batch.
     """
     ordered = sorted(left_behind)
-    for k in range(max_staleness + 1):
+    if not ordered:
+        return None
+    for k in range(max(0, _first(ordered[0], train_version, max_staleness)), max_staleness + 1):
         bound = train_version + k - max_staleness
         if bisect_right(ordered, bound) > k * groups_per_step:
             return bound
     return None
+
+
+def _first(oldest: Version, train_version: Version, max_staleness: int) -> int:
+    """The first k whose v + k - S is as new as the oldest token. Below it there is nothing to count,
+    however large S is.
+    """
+    return oldest - train_version + max_staleness
 
 
 def surplus(
@@ -185,7 +194,10 @@ def surplus(
     """
     left = sorted(finished, key=lambda one: one[1])
     shed = set[int]()
-    for k in range(-1, max_staleness + 1):
+    if not left:
+        return frozenset()
+    first = _first(min(oldest for oldest, _ in left), train_version, max_staleness)
+    for k in range(max(-1, first), max_staleness + 1):
         bound = train_version + k - max_staleness
         due = [order for oldest, order in left if oldest <= bound and order not in shed]
         shed.update(due[(k + 1) * groups_per_step :])

@@ -15,7 +15,7 @@ from midflight.models.sizes import sizes_of
 from midflight.models.tokenizers import check_tokenizer
 from midflight.run.launcher.checks import table
 from midflight.run.launcher.checks.check import Findings, Plan
-from midflight.run.launcher.folder import CONFIG, is_stored
+from midflight.run.launcher.folder import CONFIG, check_stored, is_stored
 from midflight.run.launcher.measurements import ModelMeasurements
 from midflight.run.launcher.trial import TrialWait, module_answer, to_terminal
 from midflight.run.parts import Purpose
@@ -35,7 +35,10 @@ def config_of_file(
     """
     if folder is not None:
         overrides = [*overrides, f"run.folder={folder}"]
-    return load_config(path, overrides, note=to_terminal if stored else None)
+    config = load_config(path, overrides, note=to_terminal if stored else None)
+    if path is not None and is_stored(path):
+        check_stored(path)
+    return config
 
 
 def config_of_folder(folder: Path) -> Config:

@@ -6,7 +6,10 @@ from typing import Literal
 
 from pydantic import Field, JsonValue
 
-from midflight.config.section import Above0, Count, Positive, Seconds, Section
+from midflight.config.section import Count, Positive, Seconds, Section
+
+SANDBOXES = ("bubblewrap", "trusted", "docker", "e2b", "daytona", "modal")
+"""The kinds of sandboxes that are known by a word."""
 
 
 class RewardSection(Section):
@@ -73,7 +76,7 @@ class SandboxSection(Section):
     """
     seconds: Seconds = 10.0
     """Time after which a program is ended; larger waits longer for one that hangs."""
-    start_seconds: Above0 = 300.0
+    start_seconds: Seconds = 300.0
     """Time for a box elsewhere to start, with its image pulled. Each answer of its maker may take a
     fifth of that. Larger bears slower links, and waits longer for a maker that hangs.
     """

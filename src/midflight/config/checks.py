@@ -7,6 +7,7 @@ from midflight.config.derived import trains_truncated
 from midflight.config.engine import engine_contradictions
 from midflight.config.environment import environment_contradictions
 from midflight.config.evaluation import suite_contradictions
+from midflight.config.gateway import gateway_contradictions
 from midflight.config.loss_checks import (
     critic_contradictions,
     distillation_contradictions,
@@ -35,6 +36,7 @@ def contradictions(config: Config) -> tuple[str, ...]:
     warm = config.warm_start
     return (
         *weights_contradictions(config.weights, max_staleness=rollout.max_staleness),
+        *gateway_contradictions(config.gateway, view_port=config.observe.view_port),
         *rollout_contradictions(rollout, max_sessions=config.gateway.max_sessions),
         *model_contradictions(config.model, max_tokens=environment.max_tokens),
         *loss_contradictions(config.objective, config.correction),
@@ -46,6 +48,7 @@ def contradictions(config: Config) -> tuple[str, ...]:
         *distillation_contradictions(config),
         *lora_contradictions(config.lora),
         *engine_contradictions(engine, config.model),
+        *_names(config),
         *_truncation(config),
         *_devices(config),
         *suite_contradictions(config.evaluation, environment.sources),
@@ -61,6 +64,12 @@ def contradictions(config: Config) -> tuple[str, ...]:
         *cluster_contradictions(config),
         *server_contradictions(config),
     )
+
+
+def _names(config: Config) -> Iterator[str]:
+    for key, name in (("run.name", config.run.name), ("model.name", config.model.name)):
+        if not name.strip():
+            yield f"{key} is empty; give it a name"
 
 
 def _devices(config: Config) -> Iterator[str]:

@@ -31,13 +31,14 @@ def most_in_flight(rollout: RolloutSection) -> int:
 
 def in_flight(config: Config, slots: int | None = None) -> int:
     """Rollouts running at once: `max_in_flight`, else one for each of the engines' `slots`, and n -
-    1 more, because a group starts when one slot is free.
+    1 more, because a group starts when one slot is free. Each has a session of the gateway.
     """
     rollout = config.rollout
     if slots is None:
         slots = engine_slots(config)
     fill_the_slots = max(1, slots) + rollout.group_size - 1
-    return rollout.max_in_flight or min(most_in_flight(rollout), fill_the_slots)
+    sessions = config.gateway.max_sessions
+    return rollout.max_in_flight or min(most_in_flight(rollout), fill_the_slots, sessions)
 
 
 def buffer_groups(rollout: RolloutSection) -> int:

@@ -1,17 +1,31 @@
 """The options of environments and agents, with their checks."""
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import Field, JsonValue
 
-from midflight.config.agents import McpSection, RewardSection, SandboxSection, UntrackedSection
-from midflight.config.section import Above0, Count, Fraction, Positive, Seconds, Section
+from midflight.config.agents import (
+    SANDBOXES,
+    McpSection,
+    RewardSection,
+    SandboxSection,
+    UntrackedSection,
+)
+from midflight.config.section import (
+    Count,
+    Fraction,
+    Positive,
+    Seconds,
+    Section,
+    is_address,
+)
 from midflight.config.sources import SourceSection
 from midflight.entries import ENTRY
+from midflight.errors import nearest
 from midflight.types import SamplingParams
+from midflight.types.generation import LEAST_TEMPERATURE
 
 CLAIMED = "midflight.environments.claimed:claimed"
 """The entry of rollouts that clients claim over HTTP."""
@@ -70,7 +84,7 @@ class EnvironmentSection(Section):
     """Output tokens of one request unless the agent asks otherwise; larger allows longer answers.
     Default with `model.path`: a quarter of the context, from 16 to 256.
     """
-    temperature: Above0 = 1.0
+    temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=1000)] = 1.0
     """Sampling temperature of the policy; larger explores more."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample from the likeliest tokens that have this much probability together; larger keeps more.
@@ -115,6 +129,12 @@ def environment_contradictions(
     """`num_engines` are those that the run starts or attaches."""
     e = environment
     yield from _untracked_contradictions(e.untracked, num_engines)
+    kind = e.sandbox.kind
+    if kind not in SANDBOXES and not ENTRY.fullmatch(kind):
+        yield (
+            f"environment.sandbox.kind names {kind!r}, which is no sandbox: there are "
+            f"{', '.join(SANDBOXES)}, and `module:Class` of your own.{nearest(kind, SANDBOXES)}"
+        )
     entries = {"environment.entry": e.entry}
     for entry in e.tools:
         entries[f"environment.tools ({entry})"] = entry
@@ -133,6 +153,11 @@ def environment_contradictions(
         yield (
             "environment.rewards beside rollouts that are claimed: whoever claims one scores it; "
             "remove the rewards"
+        )
+    if e.entry is None and e.rewards and not any(reward.weight for reward in e.rewards):
+        yield (
+            "environment.rewards all have the weight 0, so that every reward is 0 and nothing is "
+            "learnt; give one of them another weight"
         )
     labels = Counter(reward.label for reward in e.rewards)
     twice = [label for label, count in labels.items() if count > 1]
@@ -166,7 +191,7 @@ def _untracked_contradictions(untracked: UntrackedSection, num_engines: int) -> 
             f"environment.untracked.engines ({u.engines}) leaves none of {num_engines} engines "
             "for the policy; raise engine.count"
         )
-    if u.url and not re.fullmatch(r"https?://[^\s/]+.*", u.url):
+    if u.url and not is_address(u.url):
         yield (
             "environment.untracked.url must be an address such as http://127.0.0.1:8001/v1, got "
             f"{u.url!r}"

@@ -2,9 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Annotated
 
-from midflight.config.section import Count, NonNegative, Positive, Seconds, Section
+from pydantic import Field
+
+from midflight.config.section import Count, Positive, Seconds, Section
 from midflight.config.sources import SourceSection, source_names
+from midflight.types.generation import LEAST_TEMPERATURE
 
 
 class SuiteSection(Section):
@@ -16,7 +20,7 @@ class SuiteSection(Section):
     """Its name in journal and metrics: `NAME/SOURCE`."""
     samples: Positive = 1
     """Answers to each task; larger measures better and takes as many times as long."""
-    temperature: NonNegative | None = None
+    temperature: Annotated[float, Field(ge=0, le=1000)] | None = None
     """The temperature of these answers; 0 is greedy. Default: `environment.temperature`."""
     pass_at: tuple[Positive, ...] = ()
     """The k of pass@k and best@k, at most `samples`. Default: 1 and `samples`."""
@@ -60,6 +64,11 @@ def suite_contradictions(
             yield (
                 f"{said}.samples ({suite.samples}) would be the same answer each time at "
                 "temperature 0; remove it, or raise the temperature"
+            )
+        if suite.temperature is not None and 0 < suite.temperature < LEAST_TEMPERATURE:
+            yield (
+                f"{said}.temperature ({suite.temperature:g}) is too near to 0 to divide by; set it "
+                f"to 0 for the likeliest token always, or to {LEAST_TEMPERATURE} and more"
             )
         if max(suite.ks) > suite.samples:
             yield (

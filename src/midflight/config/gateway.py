@@ -1,9 +1,15 @@
 """The options of the gateway."""
 
+import re
+from collections.abc import Iterator
 from typing import Literal
 from urllib.parse import urlsplit
 
-from midflight.config.section import NonNegative, Port, Positive, Seconds, Section
+from midflight.config.section import NonNegative, Port, Positive, Seconds, Section, is_address
+
+_HOST = re.compile(r"[\w.:%-]+")
+_NAME = re.compile(r"\*|[\w.-]+|[\da-fA-F:]+")
+"""A name of a host, an address of it, or `*`."""
 
 
 class GatewaySection(Section):
@@ -71,3 +77,29 @@ class GatewaySection(Section):
         """
         public = urlsplit(self.public_url).hostname
         return (*self.hosts, public) if public else self.hosts
+
+
+def gateway_contradictions(gateway: GatewaySection, *, view_port: int) -> Iterator[str]:
+    """`view_port` is that of the viewer."""
+    g = gateway
+    if not _HOST.fullmatch(g.host):
+        yield (
+            f"gateway.host is {g.host!r}; give 127.0.0.1 for this machine alone, or 0.0.0.0 for "
+            "all networks"
+        )
+    if g.public_url and not is_address(g.public_url):
+        yield (
+            "gateway.public_url must be the beginning of an address, such as "
+            f"https://proxy.example, got {g.public_url!r}"
+        )
+    for name in g.hosts:
+        if not _NAME.fullmatch(name):
+            yield (
+                f"gateway.hosts has {name!r}; give names without http:// and without a port, such "
+                "as proxy.example, or * for any"
+            )
+    if g.port and g.port == view_port:
+        yield (
+            f"observe.view_port and gateway.port are both {g.port}; give one of them another port, "
+            "or 0 for a free one"
+        )

@@ -309,8 +309,34 @@ def _unknown(node: Table, path: KeyPath, origin: _Origin) -> Iterator[str]:
             )
         elif option.is_list:
             yield from _unknown_members(value, here, origin)
+        elif _has_nul(value):
+            yield (
+                f"{origin.of(here)}{key_of(here)} has the character NUL (value {value!r}), which "
+                "no name and no path may have; remove it"
+            )
+        elif isinstance(value, dict | list) and _has_null(value):
+            yield (
+                f"{origin.of(here)}{key_of(here)} has a member without a value (value {value!r}), "
+                "which no TOML file can keep; leave the member out"
+            )
         elif option.optional and value == "none":
             node[name] = None
+
+
+def _has_nul(value: Json) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_nul, (*value, *value.values())))
+    if isinstance(value, list):
+        return any(map(_has_nul, value))
+    return isinstance(value, str) and "\0" in value
+
+
+def _has_null(value: Json) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_null, value.values()))
+    if isinstance(value, list):
+        return any(map(_has_null, value))
+    return value is None
 
 
 def _unknown_below(value: Json, path: KeyPath, origin: _Origin) -> Iterable[str]:

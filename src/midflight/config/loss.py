@@ -20,7 +20,7 @@ from midflight.config.formulas import (
     Reduction,
     WeightKind,
 )
-from midflight.config.section import Above0, Count, Fraction, NonNegative, Section
+from midflight.config.section import Above0, Count, Fraction, NonNegative, Rate, Section
 from midflight.entries import ENTRY
 
 
@@ -184,7 +184,7 @@ class CriticSection(Section):
     it. All other options are those of `[trainer]`.
     """
 
-    learning_rate: Above0 = 3e-4
+    learning_rate: Rate = 3e-4
     """Peak step size of its AdamW; larger follows the policy sooner. Default with `model.path`: ten
     times `trainer.learning_rate`'s for whole weights, at most 0.0003.
     """

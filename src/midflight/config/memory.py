@@ -386,6 +386,11 @@ def _published_memory(config: Config, sizes: ModelSizes) -> Iterator[MemoryItem]
     )
 
 
+def worker_bytes(environment: EnvironmentSection) -> int:
+    """The memory of one worker before it runs an agent."""
+    return LOOP_WORKER_BYTES if is_built_in(environment) else AGENT_WORKER_BYTES
+
+
 def _rollout_memory(config: Config, sizes: ModelSizes, *, longest: int) -> Iterator[MemoryItem]:
     r = config.rollout
     shards = config.gateway.shards
@@ -406,10 +411,8 @@ def _rollout_memory(config: Config, sizes: ModelSizes, *, longest: int) -> Itera
     )
     yield from _tasks_memory(config)
     if workers:
-        worker = LOOP_WORKER_BYTES if is_built_in(config.environment) else AGENT_WORKER_BYTES
-        yield MemoryItem(
-            "workers", f"{workers} x the process", workers * worker, ("environment.workers",)
-        )
+        taken = workers * worker_bytes(config.environment)
+        yield MemoryItem("workers", f"{workers} x the process", taken, ("environment.workers",))
     yield MemoryItem("launcher", "the process", LAUNCHER_BYTES)
     if config.distillation.teacher is not None:
         compared = sizes.vocab_size + sizes_of(config.distillation.teacher).vocab_size

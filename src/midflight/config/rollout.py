@@ -61,6 +61,12 @@ def rollout_contradictions(rollout: RolloutSection, *, max_sessions: int) -> Ite
             f"({r.group_size}), so no group could run whole; raise max_in_flight or lower "
             "group_size"
         )
+    if r.group_size > max_sessions:
+        yield (
+            f"rollout.group_size ({r.group_size}) is more than gateway.max_sessions "
+            f"({max_sessions}), so no group could run whole; lower it, or raise "
+            "gateway.max_sessions"
+        )
     if r.max_in_flight is not None and r.max_in_flight > max_sessions:
         yield (
             f"rollout.max_in_flight ({r.max_in_flight}) is more than gateway.max_sessions "

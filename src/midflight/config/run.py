@@ -1,8 +1,11 @@
 """The options of a run as a whole."""
 
 from pathlib import Path
+from typing import Annotated
 
-from midflight.config.section import Above0, Count, Fraction, Positive, Seconds, Section
+from pydantic import Field
+
+from midflight.config.section import Count, Fraction, Positive, Seconds, Section
 
 
 class RunSection(Section):
@@ -21,7 +24,7 @@ class RunSection(Section):
     `join` by others, and for containers under another user. Default: only the user of the run may,
     for it holds conversations. A store in `store_folder` stays the user's alone.
     """
-    seed: Count = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seeds weights, task order and sampling."""
     steps: Positive = 100
     """Optimiser steps of reinforcement learning; larger trains longer."""
@@ -34,7 +37,7 @@ class RunSection(Section):
     run fails. A restart also counts no more after ten minutes, and an engine that is killed while
     it starts does not count. Larger tolerates more crashes.
     """
-    stall_seconds: Above0 = 120.0
+    stall_seconds: Seconds = 120.0
     """A part that hangs is shown and started again after this, unless its task has a longer limit.
     A trial before the run that does nothing for so long is ended. Larger bears longer standstills.
     """

@@ -63,6 +63,12 @@ def _adapter_contradictions(config: Config) -> Iterator[str]:
             "lora.merged is for adapters that vLLM or SGLang serve, and there are none: remove "
             "it, or set lora.rank and engine.kind"
         )
+    if lora.rank is not None and config.weights.delta:
+        yield (
+            f"weights.delta is for versions that are whole weights, and with lora.rank "
+            f"({lora.rank}) only adapters are sent, which are small and change as a whole; remove "
+            "weights.delta"
+        )
     if lora.rank is None or lora.merged or engine.kind == "embedded":
         return
     if config.weights.commit == "barrier":

@@ -215,12 +215,15 @@ def _of_curriculum(
 
 
 def _of_one(source: SourceSection) -> Iterator[str]:
-    given = [key for key in ("dataset", "path", "entry", "posted") if getattr(source, key)]
+    kinds = ("dataset", "path", "entry", "posted")
+    given = [key for key in kinds if getattr(source, key) not in (None, False)]
     if len(given) != 1:
         said = f"has {' and '.join(given)}" if given else "says nothing of where its tasks are from"
         yield f" {said}; give it exactly one of dataset, path, entry and posted"
         return
     kind = given[0]
+    if source.dataset is not None and not source.dataset.strip():
+        yield ".dataset is empty; give the name of a dataset, such as spell_backward"
     if source.entry is not None and not ENTRY.fullmatch(source.entry):
         yield f".entry must be 'module:function', got {source.entry!r}"
     for name in _idle_options(source, kind):

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from midflight.config.section import Above0, Count, Fraction, NonNegative, Positive, Section
+from midflight.config.section import Above0, Count, Fraction, NonNegative, Positive, Rate, Section
 
 
 class TrainerSection(Section):
-    learning_rate: Above0 = 3e-4
+    learning_rate: Rate = 3e-4
     """Peak step size of AdamW; larger learns faster, until the model forgets its skills. Default
     with `model.path`, by the number of parameters: 0.0003 up to 3 million, 2e-05 at 135 million,
     1e-06 from 7 billion; ten times that with `[lora]`.
@@ -85,7 +85,7 @@ class WarmStartSection(Section):
     tasks of the first source, or of the assistant's messages in an eighth of the conversations;
     larger trains longer. Without it `data` is learnt for `max_steps`.
     """
-    learning_rate: Above0 = 2e-3
+    learning_rate: Rate = 2e-3
     """Peak step size; larger learns faster, until the model forgets its skills. Default with
     `model.path`: ten times `trainer.learning_rate`'s for whole weights, at most 0.002.
     """

@@ -5,6 +5,7 @@ is asked for, so there may be any number of rows.
 
 import codecs
 import csv
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -25,6 +26,8 @@ SHOWN = 80
 """The number of letters of a broken row that are shown."""
 MAX_ITERATED = 1_000_000
 """The number of rows that an iterable may have, which is kept in memory as a whole."""
+MAX_COMPARED = 1000
+"""The number of rows of a function that are compared with those of another call."""
 
 
 class SourceRows(Protocol):
@@ -326,21 +329,33 @@ class SequenceRows:
     `Dataset`.
     """
 
-    def __init__(self, given: Sequence[object], origin: str) -> None:
+    def __init__(self, given: Sequence[object], origin: str, *, option: str) -> None:
         self._given = given
         self._origin = origin
+        self._option = option
 
     def __len__(self) -> int:
         return len(self._given)
 
     def __getitem__(self, number: int) -> Columns:
-        return plain(self._given[number], self.place(number))
+        try:
+            row = self._given[number]
+        except Exception as error:
+            raise _broken(self._option, self._origin, number, error) from error
+        return plain(row, self.place(number))
 
     def __iter__(self) -> Iterator[Columns]:
         return (self[number] for number in range(len(self)))
 
     def place(self, number: int) -> str:
         return f"{self._origin}, row {number}"
+
+
+def _broken(option: str, entry: str, number: int, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"{option}: {entry} failed at row {number} (counted from 0) with {type(error).__name__}: "
+        f"{error}; mend it, or leave that row out."
+    )
 
 
 def rows_of_entry(entry: str, arguments: Mapping[str, Json], *, option: str) -> SourceRows:
@@ -353,7 +368,7 @@ def rows_of_entry(entry: str, arguments: Mapping[str, Json], *, option: str) -> 
             found = found(**arguments)
         except ConfigError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             given = f" with {dict(arguments)}" if arguments else ""
             raise ConfigError(
                 f"{option}: calling {entry}{given} failed with {type(error).__name__}: {error}; "
@@ -369,20 +384,52 @@ def _given(found: Any, entry: str, option: str) -> SourceRows:
         return DatasetRows(found, entry)
     is_text_or_dict = isinstance(found, str | bytes | Mapping)
     if _has(found, "__len__", "__getitem__") and not is_text_or_dict:
-        return SequenceRows(found, entry)
+        return SequenceRows(found, entry, option=option)
     if not isinstance(found, Iterable) or is_text_or_dict:
         raise ConfigError(
             f"{option}: {entry} returned {type(found).__name__}, expected an iterable of dicts, or "
             "a Dataset of datasets or torch."
         )
-    kept = list(islice(cast("Iterable[object]", found), MAX_ITERATED + 1))
+    kept: list[object] = []
+    try:
+        kept.extend(islice(cast("Iterable[object]", found), MAX_ITERATED + 1))
+    except Exception as error:
+        raise _broken(option, entry, len(kept), error) from error
     if len(kept) > MAX_ITERATED:
         raise ConfigError(
             f"{option}: {entry} returned an iterable of more than {MAX_ITERATED:,} rows, which "
             "would be kept in memory; write them to a file and name it as path, or return "
             "something with a length that gives rows by number."
         )
-    return SequenceRows(kept, entry)
+    return SequenceRows(kept, entry, option=option)
+
+
+class RowsSample(msgspec.Struct, frozen=True):
+    """The number of rows that a function gave, and some of them, to compare two calls of it."""
+
+    num_rows: int
+    rows: dict[int, tuple[str, str]]
+    """The hash and the first letters of a row, by its number."""
+
+    def difference(self, later: "RowsSample") -> str:
+        """What another call gave in another way, in words; empty if there is nothing."""
+        if self.num_rows != later.num_rows:
+            return f"{self.num_rows:,} rows, and then {later.num_rows:,}"
+        for number, (digest, shown) in self.rows.items():
+            other_digest, other_shown = later.rows[number]
+            if digest != other_digest:
+                return f"{shown} as row {number} (counted from 0), and then {other_shown}"
+        return ""
+
+
+def sample_of(rows: SourceRows) -> RowsSample:
+    """A sample of the rows, evenly from the first to the last."""
+    step = max(1, -(-len(rows) // MAX_COMPARED))
+    sampled: dict[int, tuple[str, str]] = {}
+    for number in range(0, len(rows), step):
+        text = msgspec.json.encode(rows[number])
+        sampled[number] = (hashlib.sha256(text).hexdigest(), text[:SHOWN].decode(errors="replace"))
+    return RowsSample(len(rows), sampled)
 
 
 def _has(found: object, *names: str) -> bool:

@@ -99,6 +99,24 @@ def load_model(
     return model.eval()
 
 
+def outline(folder: Path) -> PreTrainedModel:
+    """The model of a folder without its numbers, which takes no memory. Raises `ModelNotFound` if
+    there is no such model.
+    """
+    check_folder(folder)
+    config = _config_of(folder)
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = auto_class(config).from_config(config, dtype=torch.float32)
+    except Exception as error:  # an architecture fails as it likes to
+        raise ModelNotFound(
+            f"making the model in {str(folder)!r}: transformers {version('transformers')} raises "
+            f"{described(error)}; correct its config.json, or install a version of transformers "
+            "that makes it."
+        ) from error
+    return model
+
+
 def _config_of(folder: Path) -> Any:
     return AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
 

@@ -38,6 +38,15 @@ _NAME = "default"
 """PEFT's name of the only adapter of each layer."""
 
 
+def check_new(has_adapters: bool) -> None:
+    """Raises `ConfigError` if the model has adapters, to which no others are added."""
+    if has_adapters:
+        raise ConfigError(
+            "lora.rank is set, and the model has adapters already, which are trained without it; "
+            "remove [lora]."
+        )
+
+
 def lora_config(
     model: PreTrainedModel, *, rank: int, alpha: float, targets: Sequence[str] = ()
 ) -> LoraConfig:
@@ -47,11 +56,7 @@ def lora_config(
     There is no dropout: the log-probabilities that are trained must be those that were sampled.
     Raises `ConfigError` if the model lacks a layer. It names the layer.
     """
-    if is_adapted(model):
-        raise ConfigError(
-            "lora.rank is set, and the model has adapters already, which are trained without it; "
-            "remove [lora]."
-        )
+    check_new(is_adapted(model))
     linear = _linear_layers(model)
     unknown = [name for name in targets if name not in linear]
     if unknown:

@@ -25,8 +25,9 @@ EQUAL_STEPS = 3
 """Steps' worth of rollouts without a difference between their rewards: one batch of hard tasks is
 no alarm.
 """
-OFF_POLICY_STEPS = 3
-"""Steps in a row whose readings are out of their bounds: a single step may have a few rare tokens.
+OFF_POLICY_STEPS = 8
+"""Steps in a row whose readings are out of their bounds. A run that learns quickly is out of that
+of `rho/k1` for six steps, with an effective sample size above 0.9.
 """
 
 WHY_DROPPED = {

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from midflight.errors import naming_file
 from midflight.observe.atomic_write import write_whole
 from midflight.observe.failures import Failures
 from midflight.observe.history import JournalHistory, read_journal
@@ -265,8 +266,9 @@ class Journal:
         self._pause: float | None = None
 
     def _write(self, line: Line) -> None:
-        self._file.write(encode_line(line) + b"\n")
-        self._file.flush()
+        with naming_file(self._path):
+            self._file.write(encode_line(line) + b"\n")
+            self._file.flush()
 
 
 def _mean(numbers: Sequence[float]) -> float:

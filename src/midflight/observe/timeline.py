@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from midflight.errors import ConfigError
+from midflight.errors import ConfigError, naming_file
 from midflight.observe.failures import failure_class
 from midflight.observe.run_state import RunState
 from midflight.types import GroupKey, Kind, TurnTimes, Version, facts
@@ -162,6 +162,7 @@ class Timeline:
     def __init__(self, path: Path, state: RunState, *, goes_on: bool) -> None:
         """With `goes_on` the lines that are there stay."""
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
         self._state = state
         self._shift = state.seconds - time.monotonic()
         self._file = path.open("ab" if goes_on else "wb")
@@ -237,11 +238,12 @@ class Timeline:
         return round(self._state.seconds, 6)
 
     def _write(self, line: Timed) -> None:
-        self._file.write(_encode(line) + b"\n")
         can_wait = isinstance(line, RolloutTimed)
-        if not can_wait or time.monotonic() >= self._flushed + FLUSH_SECONDS:
-            self._file.flush()
-            self._flushed = time.monotonic()
+        with naming_file(self._path):
+            self._file.write(_encode(line) + b"\n")
+            if not can_wait or time.monotonic() >= self._flushed + FLUSH_SECONDS:
+                self._file.flush()
+                self._flushed = time.monotonic()
 
 
 def _place(key: GroupKey) -> tuple[int, int, int]:

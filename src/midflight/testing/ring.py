@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from midflight.ports import Engine, SessionHandle
 from midflight.run.api.service import RolloutService
 from midflight.run.api.teacher import Teacher
 from midflight.run.parts import serve_while
+from midflight.run.rollout.hosting import hosting_here
 from midflight.run.rollout.serving import ALONE, Agents, Serving
 from midflight.run.rollout.system import RolloutSystem
 from midflight.run.rollout.version_followers import ShardRole
@@ -225,7 +226,7 @@ async def open_ring(
     *,
     tokenizer: Tokenizer,
     sources: Sequence[Source],
-    environment: Environment,
+    environment: Environment | None,
     folder: Path,
     record: Record = record_nothing,
     version: Version = 0,
@@ -238,6 +239,7 @@ async def open_ring(
     """Assembles a ring whose store is in `folder`, and runs nothing yet. The engines serve
     `version`. With `checkpoint` the ring goes on after a crash.
 
+    Without an `environment` the agents are those of `config.environment`, as in a run.
     `client_for` may give agents another client than the SDK's, such as one that calls the gateway
     without HTTP. At its end this waits for requests that are still being answered. Those of ended
     rollouts are cancelled.
@@ -255,14 +257,21 @@ async def open_ring(
     await serving.adopt()
     serving.gateway.address = "http://ring"
     phases = PhaseLog()
-    app = build_app(serving.gateway, serving.control)
-    untracked = config.environment.untracked
-    async with (
-        asyncio.TaskGroup() as requests,
-        SharedClients(transport=MemoryTransport(app, requests), untracked=untracked) as clients,
-    ):
-        given = partial(client_for, serving) if client_for else clients.client_for
-        host = LocalAgents(environment, client_for=given, plain_client_for=clients.plain_client_for)
+    async with AsyncExitStack() as stack:
+        if environment is None:
+            hosting = await stack.enter_async_context(hosting_here(config, serving))
+            host = hosting.host
+        else:
+            requests = await stack.enter_async_context(asyncio.TaskGroup())
+            transport = MemoryTransport(build_app(serving.gateway, serving.control), requests)
+            untracked = config.environment.untracked
+            clients = await stack.enter_async_context(
+                SharedClients(transport=transport, untracked=untracked)
+            )
+            given = partial(client_for, serving) if client_for else clients.client_for
+            host = LocalAgents(
+                environment, client_for=given, plain_client_for=clients.plain_client_for
+            )
         agents = Agents(config, serving, host, record)
         system = RolloutSystem(
             agents,

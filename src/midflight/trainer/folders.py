@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from midflight.errors import CheckpointCorrupt, ConfigError
+from midflight.errors import CheckpointCorrupt, ConfigError, naming_file
 from midflight.models.permissions import open_to_others
 from midflight.trainer.trainer import Fork
 from midflight.types import Version
@@ -248,7 +248,8 @@ def _hash(path: Path) -> str:
 
 
 def _write(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
+    with naming_file(path):
+        path.write_bytes(content)
     sync(path)
 
 

@@ -278,6 +278,18 @@ def address_to_read(path: Path) -> str:
     return address
 
 
+def check_whole(path: Path) -> None:
+    """Raises `StoreCorrupt` with the remedy if a store is damaged. Reads all of it, and changes
+    nothing.
+    """
+    with naming(path):
+        connection = sqlite3.connect(address_to_read(path), uri=True, timeout=5.0)
+        try:
+            _check(connection, path)
+        finally:
+            connection.close()
+
+
 def _create(connection: sqlite3.Connection) -> None:
     """Makes the tables in one transaction: a process that is killed in it leaves an empty file,
     which counts as new.

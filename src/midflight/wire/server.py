@@ -4,6 +4,7 @@ than serve it.
 
 import asyncio
 import contextlib
+import errno
 import logging
 import socket
 from collections.abc import Callable, Generator
@@ -320,9 +321,15 @@ class _OneServer(uvicorn.Server):
                 transport.close()
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(
+    host: str,
+    port: int,
+    *,
+    host_option: str = "gateway.host, --host",
+    port_option: str = "gateway.port, --port",
+) -> socket.socket:
     """A listening socket. The part that serves it inherits it, so that the address is known before
-    the part starts, and outlives it.
+    the part starts, and outlives it. The names of the options are for the error.
     """
     made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
@@ -333,10 +340,13 @@ def listen(host: str, port: int) -> socket.socket:
         made.bind((host, port))
     except OSError as error:
         made.close()
-        raise ConfigError(
-            f"listening on {host}:{port}: {error.strerror}; choose another port (gateway.port, "
-            "--port), or 0 for a free one"
-        ) from error
+        remedy = f"choose another port ({port_option}), or 0 for a free one"
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            remedy = (
+                f"{host!r} is no address of this machine: give one that it has ({host_option}), "
+                "such as 127.0.0.1"
+            )
+        raise ConfigError(f"listening on {host}:{port}: {error.strerror}; {remedy}") from error
     made.listen(1024)
     made.setblocking(False)
     return made

@@ -40,7 +40,13 @@ def sandbox_of(section: SandboxSection) -> Sandbox:
                 f"environment.sandbox.kind is {section.kind!r}, which cannot be called with the "
                 "section; name a class."
             )
-        found = cast("Sandbox", made(section))
+        try:
+            found = cast("Sandbox", made(section))
+        except Exception as error:
+            raise ConfigError(
+                f"environment.sandbox.kind is {section.kind!r}, which cannot be made with the "
+                f"section: {type(error).__name__}: {error}; mend that class."
+            ) from error
     found.check()
     return found
 

@@ -76,6 +76,19 @@ def is_stored(path: Path) -> bool:
     return path.name == CONFIG and (path.parent / JOURNAL).is_file()
 
 
+def check_stored(path: Path) -> None:
+    """Raises `ConfigError` if the stored configuration of a run was cut short: what is missing would
+    be read as its default.
+    """
+    last = f"[{list(Config.model_fields)[-1]}]"
+    if last not in path.read_text(errors="replace"):
+        raise ConfigError(
+            f"{path}: the section {last} is missing, which a run writes last, so that the file was "
+            "cut short; restore it from a copy, or give the file that the run began with, and "
+            "--folder."
+        )
+
+
 def prepare(folder: Path, config: Config, *, resume: bool) -> None:
     """Cleans the folder for a new run, and writes its whole configuration there. Only files that an
     earlier run made are removed.

@@ -26,6 +26,16 @@ from midflight.wire.server import listen
 HOST = "127.0.0.1"
 
 
+def has_viewer(config: Config) -> bool:
+    """True if a run of this configuration has an address for a viewer."""
+    return config.observe.view == "auto" and importlib.util.find_spec("nicegui") is not None
+
+
+def open_address(port: int) -> socket.socket:
+    """The listening socket of a viewer. Raises `ConfigError` if the port cannot be had."""
+    return listen(HOST, port, port_option="observe.view_port")
+
+
 class RunViewer:
     """Opens the address, and starts the viewer for its first visitor. When the viewer ends, it
     reports that and does not start it again.
@@ -35,9 +45,7 @@ class RunViewer:
         self._folder = Path(config.run.folder)
         self._log = self._folder / LOGS / "view.log"
         self._port = config.observe.view_port
-        self._wanted = (
-            config.observe.view == "auto" and importlib.util.find_spec("nicegui") is not None
-        )
+        self._wanted = has_viewer(config)
         self._token = token
         self._say = say
 
@@ -58,7 +66,7 @@ class RunViewer:
         if not self._wanted:
             return
         try:
-            with listen(HOST, self._port) as listener:
+            with open_address(self._port) as listener:
                 viewing = ViewerAddress(f"http://{HOST}:{listener.getsockname()[1]}")
                 write_whole(self._folder / VIEWER, msgspec.json.encode(viewing))
                 await _visited(listener)

@@ -6,32 +6,26 @@ import asyncio
 import os
 import socket
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from starlette.routing import BaseRoute
 
 from midflight.config import derived
-from midflight.config.agent import SINGLE_TURN, agent_of
 from midflight.config.cores import core_use, own_cores
 from midflight.config.derived import batch_rollouts
 from midflight.config.model_defaults import usual_rate
 from midflight.config.sections import Config
 from midflight.engines.introduction import About, ask_about
 from midflight.engines.remote import RemoteEngine
-from midflight.environments.agent_program import AgentProgram
-from midflight.environments.agents import AgentHost, SharedClients
-from midflight.environments.claimed import Board, Claimed
-from midflight.environments.single_turn import LocalAnswers
+from midflight.environments.claimed import Board
 from midflight.environments.sources import Source, load_sources
 from midflight.environments.tasks import posted_tasks
-from midflight.environments.worker_pool import HERE, RolloutPlacement, WorkerPool
+from midflight.environments.worker_pool import WorkerPool
 from midflight.gateway.answers.owned_sessions import OwnedSessions, SessionExpiry
-from midflight.gateway.http.chats import InProcessChats
 from midflight.gateway.http.http import build_app
 from midflight.observe.alarms import Alarms
 from midflight.observe.completions import Completions, LastRollout, in_words
@@ -65,6 +59,7 @@ from midflight.run.parts import (
     serve_while,
 )
 from midflight.run.rollout.claim_watch import ClaimWatch
+from midflight.run.rollout.hosting import Hosting, hosting_here
 from midflight.run.rollout.members import Connections, JoinTerms, Members, settings_of, standing
 from midflight.run.rollout.serving import Agents, Serving
 from midflight.run.rollout.standing import RolloutStanding
@@ -76,8 +71,6 @@ from midflight.trajectories.pairs import check_local, claim, go_on, remove_left,
 from midflight.trajectories.store import Store
 from midflight.types import Feature, SamplingParams, facts
 from midflight.wire.hosts import guarded
-from midflight.wire.in_process import ask
-from midflight.wire.memory import MemoryTransport
 from midflight.wire.server import serve_app
 
 REPORT_SECONDS = 0.5
@@ -102,19 +95,6 @@ async def run_rollout(spec: RolloutSpec, launcher: LauncherPipe) -> None:
             await serve_while(mains[spec.purpose](), process.connections.run(), process.report())
         finally:
             process.close()
-
-
-@dataclass(frozen=True, slots=True)
-class Hosting:
-    """The host of this process's agents, and the routes and services that it takes."""
-
-    host: AgentHost
-    routes: Sequence[BaseRoute] = ()
-    services: Sequence[Coroutine[Any, Any, None]] = ()
-    board: Board | None = None
-    """The board at which outsiders claim rollouts."""
-    placement: Callable[[str], RolloutPlacement] = lambda _: HERE
-    """A function that returns the place of a session's rollout."""
 
 
 def frequent(state: RunState, metrics: Metrics) -> dict[type, Sequence[facts.Record]]:
@@ -201,7 +181,7 @@ class RolloutProcess:
         alarms = self._alarms().apply
         observers.append(alarms)
         of[facts.SessionEnded] = [self._state.apply, self._metrics.apply, alarms]
-        return Observers(observers, of=of)
+        return Observers(observers, of=of, say=lambda text: self._launcher.tell(Alarm(text)))
 
     def close(self) -> None:
         """Waits until the answers to held-out tasks are on disk: the process ends without waiting
@@ -414,34 +394,17 @@ class RolloutProcess:
 
     @asynccontextmanager
     async def _hosting(self, serving: Serving) -> AsyncGenerator[Hosting]:
-        """Agents run in workers, whose code this process never sees, or here. Here they talk to the
-        gateway in memory, and like any other agent they may not pause it. At its end, waits for
+        """Agents run in workers, whose code this process never sees, or here. At its end, waits for
         requests that are still being answered.
         """
         if self._spec.worker_token is not None:
             yield self._workers(serving, self._spec.worker_token)
             return
-        section = self._config.environment
-        if agent_of(section) == SINGLE_TURN and not section.rewards:
-            yield Hosting(LocalAnswers(InProcessChats(serving.gateway)))
-            return
-        app = build_app(serving.gateway, serving.control, control_token=self._spec.control_token)
-        program = AgentProgram(section)
-        board = program.environment.board if isinstance(program.environment, Claimed) else None
-        async with asyncio.TaskGroup() as requests:
-            url = self._config.gateway.public_url
-            clients = partial(
-                SharedClients,
-                transport=MemoryTransport(app, requests),
-                untracked=section.untracked,
-                public_url=url,
-            )
-            async with program.host(partial(ask, app), clients) as host:
-                if board is None:
-                    yield Hosting(host)
-                else:
-                    self._claims = self._claim_watch(board)
-                    yield Hosting(host, board=board, placement=board.placement)
+        token = self._spec.control_token
+        async with hosting_here(self._config, serving, control_token=token) as hosting:
+            if hosting.board is not None:
+                self._claims = self._claim_watch(hosting.board)
+            yield hosting
 
     def _workers(self, serving: Serving, token: str) -> Hosting:
         pool = WorkerPool(

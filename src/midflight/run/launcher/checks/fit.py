@@ -9,6 +9,7 @@ is only large is allowed, and the user is told.
 | memory that is taken in any case, of all parts together | more than `CERTAIN_SHARE` times the memory there |
 | memory in the worst case, of one part | more than `WORST_SHARE` times the memory there |
 | the rank of adapters | more than the width of the model |
+| the memory of a worker | less than `WORKER_SHARE` of what it takes by itself |
 
 Four engines on two cores work, only slower. Memory of GPUs is not counted here.
 """
@@ -24,8 +25,9 @@ from midflight.config.derived import (
     engines_option,
     machine_bytes,
     model_sizes,
+    num_workers,
 )
-from midflight.config.memory import MemoryItem, memory_estimate, total_bytes
+from midflight.config.memory import MemoryItem, memory_estimate, total_bytes, worker_bytes
 from midflight.config.sections import Config
 from midflight.config.sources import DATASET_HELDOUT, DATASET_SIZE
 from midflight.errors import ConfigError, ModelNotFound
@@ -39,6 +41,8 @@ CERTAIN_SHARE = 2.0
 """The estimate counts pages twice that processes share, and a machine may have swap."""
 LARGEST = 3
 """The number of parts that are named if memory is short."""
+WORKER_SHARE = 0.5
+"""The part of a worker's own memory that is surely data, and not files that it has mapped."""
 WORST_SHARE = 16.0
 """Rollouts are rarely all as long as the context allows at once."""
 
@@ -110,6 +114,7 @@ def _misfits(config: Config, hardware: Hardware, *, trains: bool) -> Iterator[Mi
     except ModelNotFound:  # said where the model is looked for
         return
     yield from _rank(config, sizes)
+    yield from _worker(config)
     if hardware.memory_bytes:
         yield from _memory(config, hardware, sizes, trains=trains)
 
@@ -215,6 +220,21 @@ def _rank(config: Config, sizes: ModelSizes) -> Iterator[Misfit]:
             f"lora.rank is {rank:,}, and the layers of the model are {sizes.hidden_size:,} wide: "
             "adapters would be larger than what they adapt; lower it to at most "
             f"{sizes.hidden_size:,}, or remove [lora] to train all weights.",
+        )
+
+
+def _worker(config: Config) -> Iterator[Misfit]:
+    """Yields a misfit if a worker by itself has more data than it may have."""
+    environment = config.environment
+    if environment.worker_mb is None or not num_workers(environment):
+        return
+    alone = worker_bytes(environment)
+    if environment.worker_mb * 2**20 < WORKER_SHARE * alone:
+        yield Misfit(
+            "environment.worker_mb",
+            f"environment.worker_mb is {environment.worker_mb}, and a worker takes about "
+            f"{size(alone)} before it runs an agent; raise it to what agents may take beside that, "
+            "or remove it.",
         )
 
 

@@ -32,6 +32,7 @@ from midflight.run.launcher.folder import (
 )
 from midflight.run.launcher.folder_lock import check_free
 from midflight.run.launcher.permissions import group_id
+from midflight.trajectories.database import check_whole
 from midflight.trajectories.pairs import check_local, shard_stores, store_path
 from midflight.types import Kind, Reason
 from midflight.weights.transports.memory_files import SHARED, shared_free
@@ -52,6 +53,7 @@ def run_folder(plan: Plan) -> Iterator[Finding]:
         )
         if plan.resume:
             check_same_model(plan.config)
+            _check_stores(plan.config)
         return
     try:
         check_free(plan.folder)
@@ -59,6 +61,16 @@ def run_folder(plan: Plan) -> Iterator[Finding]:
     except ConfigError as error:
         yield warning("run.folder", str(error))
     _check_apart(plan.config, plan.folder, gives_rows=False)
+
+
+def _check_stores(config: Config) -> None:
+    """Raises `StoreCorrupt` if a store here is damaged: a run that finds it later has changed its
+    journal by then.
+    """
+    folder = Path(config.run.folder)
+    for store in (store_path(folder, config.run.store_folder), *shard_stores(folder)):
+        if store.is_file():
+            check_whole(store)
 
 
 def check_run_folder(
@@ -185,17 +197,33 @@ def trained_share(plan: Plan) -> Iterator[Finding]:
     yield warning("tokens", found, UNMASK)
 
 
+def _writable(folder: Path, option: str) -> Path:
+    """The folder, or the nearest one above it that is there. Raises `ConfigError` unless the rest
+    can be made in it.
+    """
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    if not there.is_dir():
+        raise ConfigError(
+            f"{option} is {folder}, and {there} is a file; choose another {option}, or move that "
+            "file."
+        )
+    if not os.access(there, os.W_OK) or not shutil.disk_usage(there).free:
+        raise ConfigError(
+            f"{option} is {folder}, and {there} cannot be written to; choose another {option}, or "
+            "make it writable."
+        )
+    return there
+
+
 def disk(plan: Plan) -> Iterator[Finding]:
     """Says what is free where the folder is, or will be. Raises `ConfigError` unless models and
     checkpoints have room there.
     """
     folder = plan.folder.absolute()
-    there = next(place for place in (folder, *folder.parents) if place.is_dir())
-    if not os.access(there, os.W_OK):
-        raise ConfigError(
-            f"run.folder is {folder}, and {there} cannot be written to; choose another "
-            "run.folder, or make it writable."
-        )
+    there = _writable(folder, "run.folder")
+    store_folder = plan.config.run.store_folder
+    if store_folder is not None and plan.config.cluster.kind == "local":
+        _writable(store_folder, "run.store_folder")
     check_local(store_path(folder, plan.config.run.store_folder))
     sizes = derived.model_sizes(plan.config.model)
     versions = spilled_bytes(plan.config, sizes, shared_free=shared_free())

@@ -10,6 +10,7 @@ from midflight.config.disk import staged_bytes
 from midflight.errors import ConfigError
 from midflight.observe.readable import size
 from midflight.run.launcher.checks.check import Finding, Plan, error, ok, warning
+from midflight.run.launcher.viewer import has_viewer, open_address
 from midflight.weights.transports.memory_files import SHARED, shared_free
 from midflight.wire.server import listen
 
@@ -114,3 +115,9 @@ def port(plan: Plan) -> None:
     """Raises `ConfigError` if the gateway cannot listen at its address."""
     if plan.config.cluster.kind == "local":
         listen(plan.config.gateway.host, plan.config.gateway.port).close()
+
+
+def view_port(plan: Plan) -> None:
+    """Raises `ConfigError` if the viewer beside the run cannot listen at its port."""
+    if has_viewer(plan.config):
+        open_address(plan.config.observe.view_port).close()

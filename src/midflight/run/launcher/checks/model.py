@@ -110,6 +110,41 @@ def architecture(plan: Plan) -> Iterator[Finding]:
         )
 
 
+def adapters(plan: Plan) -> None:
+    """Raises `ConfigError` if the model has no such layers as `[lora]` adapts. The model is made as
+    the trainer makes it, but without its numbers.
+    """
+    lora = plan.config.lora
+    if lora.rank is None:
+        return
+    import torch
+
+    from midflight.models.creation import make_model
+    from midflight.models.load import outline
+    from midflight.models.lora import check_new, lora_config
+
+    plan.doing("looks for the layers of lora.targets")
+    section = plan.config.model
+    if section.path is not None:
+        check_new(adapter_of(section.path) is not None)
+        made = outline(section.path)
+    else:
+        sizes = model_sizes(section)
+        with torch.device("meta"):
+            made = make_model(
+                vocab_size=sizes.vocab_size,
+                hidden_size=section.hidden_size,
+                intermediate_size=section.intermediate_size,
+                num_layers=section.num_layers,
+                num_heads=section.num_heads,
+                num_kv_heads=section.num_kv_heads,
+                max_context=section.max_context,
+                seed=0,
+                dtype=section.dtype,
+            )
+    lora_config(made, rank=lora.rank, alpha=lora_alpha(lora), targets=lora.targets)
+
+
 # --- A teacher ------------------------------------------------------------------------------------
 
 

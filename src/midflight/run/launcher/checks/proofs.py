@@ -7,16 +7,15 @@ the model. `midflight check-model`, the dry run and docs/models.md show the proo
 import copy
 import sys
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from midflight.engines.embedded.probe import engine_verdict
-from midflight.errors import MidflightError, ModelNotFound
+from midflight.errors import MidflightError
 from midflight.models import load
 from midflight.models.proof import (
     TOLERANCE,
@@ -41,19 +40,7 @@ def proofs_of(folder: Path, *, max_context: int = MAX_CONTEXT) -> list[Proof]:
     Raises `ModelNotFound` if the folder is not a model, and `ConfigError` if the model does not
     even compute by itself.
     """
-    load.check_folder(folder)
-    config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    try:
-        with torch.device("meta"):
-            model: PreTrainedModel = load.auto_class(config).from_config(
-                config, dtype=torch.float32
-            )
-    except Exception as error:  # an architecture fails as it likes to
-        raise ModelNotFound(
-            f"making the model in {str(folder)!r}: transformers {version('transformers')} raises "
-            f"{described(error)}; correct its config.json, or install a version of transformers "
-            "that makes it."
-        ) from error
+    model = load.outline(folder)
     if is_small(model):
         model = load.load_model(folder, dtype="float32")
     return proofs(model, max_context=max_context)

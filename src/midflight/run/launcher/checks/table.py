@@ -66,7 +66,10 @@ IN_TRIAL = (
     # these need the user's code, or libraries that this process does without
     Check(environment.environment, RUN),
     Check(isolation.isolation, RUN),
+    Check(environment.sandbox, RUN),
+    Check(environment.untracked, RUN),
     Check(tasks.sources, RUN),
+    Check(tasks.same_rows, RUN),
     Check(tasks.columns, RUN),
     Check(model.tokenizer, MODEL),
     Check(model.chat_template, MODEL, TASKS, DOCTOR),
@@ -76,6 +79,7 @@ IN_TRIAL = (
     Check(tasks.memory, RUN),
     Check(tasks.conversations, RUN),
     Check(model.architecture, RUN),
+    Check(model.adapters, RUN),
     Check(environment.own_loss, RUN),
     Check(environment.trackers, RUN),
 )
@@ -86,6 +90,8 @@ BESIDE_TRIAL = (
     Check(folder.disk, ROOM),
     Check(machine.shared_memory, ROOM),
     Check(machine.port, ROOM),
+    Check(machine.view_port, ROOM),
+    Check(engines.attached, RUN),
 )
 AT_LAST = (
     Check(cluster.cluster, RUN, ALL),
@@ -189,9 +195,23 @@ def trial(plan: Plan, *, meanwhile: Callable[[], None] = lambda: None) -> list[F
         )
     except ConfigError as failed:
         return [error("configuration", str(failed))]
-    said = msgspec.json.decode(answer, type=Findings)
+    said = _read(answer)
+    if isinstance(said, str):
+        during = f" while it {said}" if said else ""
+        found = f"{what} ended without a result{during}; take out what ends the process there"
+        return [error("configuration", f"{found} (os._exit).")]
     loaded = plan.loaded
     loaded.prompt = said.prompt
     loaded.own_loss = said.own_loss
     loaded.survey = list(said.sources)
     return list(said.found)
+
+
+def _read(answer: bytes) -> Findings | str:
+    """The answer of the trial. If it ended without one, this is its last action, or an empty
+    text.
+    """
+    try:
+        return msgspec.json.decode(answer, type=Findings | str)
+    except msgspec.DecodeError:
+        return ""

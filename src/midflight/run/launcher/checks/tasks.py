@@ -2,16 +2,21 @@
 looks, and how long the prompts are.
 """
 
+import os
+import sys
 import time
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
+import msgspec
 import numpy as np
 
+from midflight import given
 from midflight.config.agent import SINGLE_TURN, agent_of
 from midflight.config.sources import DATASET_SIZE, SourceSection, source_names
 from midflight.environments.row_tasks import RowTasks
+from midflight.environments.rows import RowsSample, rows_of_entry, sample_of
 from midflight.environments.sources import Source, load_sources
 from midflight.errors import ConfigError, MidflightError, ModelNotFound, TaskFieldMissing
 from midflight.observe.readable import duration
@@ -24,6 +29,7 @@ from midflight.run.launcher.checks.check import (
 )
 from midflight.run.launcher.checks.fit import memory_note, this_hardware
 from midflight.run.launcher.drawing_time import DrawingTime, TakesLonger, with_few
+from midflight.run.launcher.trial import TrialWait, module_answer
 from midflight.types import Task
 
 LOOKING_SECONDS = 20.0
@@ -60,6 +66,48 @@ def sources(plan: Plan) -> Iterator[Finding]:
         "many is not checked."
     )
     plan.loaded.sources = load_sources([with_few(section) for section in sections], seed=seed)
+
+
+def same_rows(plan: Plan) -> None:
+    """Raises `ConfigError` for a function that gives other rows when it is called again, in a
+    process of its own. Waits for that process as long as it moves.
+    """
+    environment = plan.config.environment
+    sources = {source.name: source for source in plan.loaded.sources}
+    for number, name in enumerate(source_names(environment.sources)):
+        section = environment.sources[number]
+        if section.entry is None or name not in sources:
+            continue
+        training = sources[name].training
+        assert isinstance(training, RowTasks)
+        option = f"environment.sources.{number}.entry"
+        plan.doing(f"calls {section.entry} once more")
+        first = sample_of(training.rows)
+        later = _called_again(section, option, stall_seconds=plan.config.run.stall_seconds)
+        difference = later if isinstance(later, str) else first.difference(later)
+        if difference:
+            raise ConfigError(
+                f"{option}: {section.entry} was called twice and gave {difference}. Every process "
+                "of a run calls it, so it must return the same each time: give random numbers a "
+                "seed, and sort what comes from a set."
+            )
+
+
+def _called_again(section: SourceSection, option: str, *, stall_seconds: float) -> RowsSample | str:
+    """The rows of another call. They are a text if there are none this time."""
+    assert section.entry is not None
+    if section.entry.startswith(f"{given.MODULE}:"):  # no other process has the object
+        return sample_of(rows_of_entry(section.entry, section.options, option=option))
+    answer = module_answer(
+        "checks.rows_again",
+        TrialWait(f"calling {section.entry} once more", stall_seconds),
+        section.entry,
+        option,
+        environ={"PYTHONPATH": os.pathsep.join(sys.path)},
+        given=msgspec.json.encode(section.options),
+    )
+    said = msgspec.json.decode(answer, type=RowsSample | str)
+    return f"rows at first, and then none: {said}" if isinstance(said, str) else said
 
 
 def columns(plan: Plan) -> None:
