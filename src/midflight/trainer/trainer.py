@@ -147,7 +147,7 @@ class PolicyTrainer:
             adam=adam,
             schedule=schedule,
             ahead=EarlyOptions.of(
-                objective, scoring, updates=rules.updates_per_step, ranks=self.ranks.size
+                objective, scoring, updates=rules.num_updates, ranks=self.ranks.size
             ),
             rules=rules,
             ranks=self.ranks,
@@ -243,6 +243,7 @@ def trainer_of(
         ),
         adam=Adam(
             section.learning_rate,
+            betas=(0.9, section.adam_beta2),
             weight_decay=section.weight_decay,
             max_grad_norm=section.max_grad_norm,
         ),
@@ -261,6 +262,7 @@ def trainer_of(
             config.rollout.max_staleness,
             section.max_missing_share,
             section.on_alarm,
+            section.epochs_per_step,
         ),
         temperature=config.environment.temperature,
         ranks=ranks,
