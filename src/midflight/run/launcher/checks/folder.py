@@ -16,7 +16,7 @@ from midflight.observe.readable import size
 from midflight.run.launcher import replaced_files
 from midflight.run.launcher.checks.check import Caller, Finding, Plan, ok, warning
 from midflight.run.launcher.checks.model import check_same_model
-from midflight.run.launcher.folder import ROWS, can_go_on, kept, num_bytes_of_run, places_of
+from midflight.run.launcher.folder import GIVEN_ROWS, can_go_on, kept, num_bytes_of_run, places_of
 from midflight.run.launcher.folder_lock import check_free
 from midflight.trajectories.pairs import check_local, shard_stores, store_path
 from midflight.weights.transports.memory_files import SHARED, shared_free
@@ -98,7 +98,7 @@ def _check_apart(config: Config, folder: Path, *, gives_rows: bool) -> None:
     """Raises `ConfigError` if a run reads something that it removes when it begins."""
     removed = [(folder / name).resolve() for name in places_of(folder, config)[0].names]
     for key, path in _paths(config.model_dump()):
-        if gives_rows and path == folder / ROWS:
+        if gives_rows and path.parent == folder and path.name in GIVEN_ROWS:
             continue
         if any(path.resolve().is_relative_to(one) for one in removed):
             raise ConfigError(
