@@ -114,7 +114,7 @@ def test_rows_to_hold_out_may_be_given_like_data_and_go_into_a_file_of_their_own
     trainer = Trainer(data=[{"question": "a"}], heldout=apart, shuffle=False, folder=tmp_path / "run")
     source = trainer.config.environment.sources[0]
     assert (source.path, source.heldout, source.shuffle) == (tmp_path / "run/data.jsonl", tmp_path / "run/data-heldout.jsonl", False)
-    tried = trainer._asked.tried.environment.sources[0]  # noqa: SLF001 (what the checks read before there is a folder)
+    tried = trainer._asked.tried.environment.sources[0]
     assert isinstance(tried.heldout, Path) and tried.heldout.read_text() == '{"question":"b"}\n{"question":"c"}\n'
 
 
