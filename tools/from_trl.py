@@ -180,7 +180,7 @@ def page(text: str) -> str:
         _, end, after = rest.partition(END)
         if not mark or not end:
             raise SystemExit(f"the page has no place for {name}: {begin} ... {END}")
-        text = f"{before}{begin}\n{made()}\n{END}{after}"
+        text = f"{before}{begin}\n\n{made()}\n\n{END}{after}"
     return text
 
 

@@ -5,8 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from midflight.errors import ConfigError, EnvironmentFailed
-from midflight.rewards import math_verify
+from midflight.errors import ConfigError
 
 Completion = str | Sequence[dict[str, Any]]
 _THINKING = re.compile(r"<think>(?!.*<think>)(.*?)</think>.*", re.DOTALL)
@@ -138,7 +137,23 @@ def _repeated(ids: Sequence[int], size: int) -> float:
 
 
 def _accuracy(text: str, expected: str) -> float | None:
+    """Whether the LaTeX in the text means what the solution does. None if that is no expression."""
     try:
-        return math_verify(text, expected)
-    except EnvironmentFailed:
-        return None  # the solution is no expression, so the function does not apply
+        from math_verify import LatexExtractionConfig, parse, verify
+    except ImportError as error:
+        raise ConfigError(
+            "this reward needs the package math-verify; install it with: pip install "
+            "'midflight[math]'."
+        ) from error
+    deadline: Any = None  # its own deadlines want the main thread; the rollout's holds here
+    solution = parse(expected, parsing_timeout=deadline)
+    if not solution:
+        return None
+    latex = LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)
+    answer = parse(
+        text,
+        extraction_config=[latex],
+        extraction_mode="first_match",
+        parsing_timeout=deadline,
+    )
+    return float(verify(solution, answer, timeout_seconds=deadline))
