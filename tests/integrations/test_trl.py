@@ -34,6 +34,8 @@ TRAINER = [
     "weight_transfer",
 ]
 """The arguments of trl 1.16.0's trainer, in their order."""
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("models") / "small"

@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from from_trl import CLASSES, RECORD, differences, page, recorded
+from tests.trainer.test_oracles import COMPOSED
 
+from midflight.config.options import options
 from midflight.errors import ConfigError
 from midflight.integrations.trl import GRPOConfig
 from midflight.integrations.trl.arguments import IDLE, MAPPED, REFUSED, default_of, meaning_of
 from midflight.integrations.trl.losses import LOSS_TYPES
-from tests.trainer.test_oracles import COMPOSED
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-trl.md"
 THEIRS: dict[str, Any] = json.loads(RECORD.read_text())
@@ -69,6 +71,15 @@ def test_a_field_without_effect_is_named_where_it_is_set(name: str) -> None:
             default = default_of(found)
             other = not default if isinstance(default, bool) else OTHERS[type(default)]
             assert CLASSES[name](**{field: other}).notes == [f"{field}: accepted, and without effect here"]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_option_that_a_field_names_exists(name: str) -> None:
+    known = {re.sub(r"\.\*.*", "", key) for key in options()}
+    sections = {key.partition(".")[0] for key in known}
+    for field, found in fields(name).items():
+        for section, option in re.findall(r"\b([a-z]+)\.([a-z_]+)\b", meaning_of(found)):
+            assert section not in sections or f"{section}.{option}" in known, field
 
 
 def test_a_field_that_a_script_sets_afterwards_is_looked_at_before_the_run() -> None:

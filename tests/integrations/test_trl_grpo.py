@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import inspect
+import io
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.integrations.test_trl import ROWS, model, reward
 
+from midflight import given
+from midflight.config.agents import RewardSection
+from midflight.entries import load_entry
+from midflight.environments.reward_functions import RewardFunction
 from midflight.errors import ConfigError
-from midflight.integrations.trl import GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
+from midflight.integrations.trl import (
+    GRPOConfig,
+    GRPOTrainer,
+    ModelConfig,
+    ScriptArguments,
+    TrlParser,
+    get_peft_config,
+    get_quantization_config,
+)
 from midflight.integrations.trl.metrics import grpo_metrics
 from midflight.integrations.trl.reward_functions import taking_completions
 from midflight.integrations.trl.rewards import (
@@ -23,7 +37,6 @@ from midflight.integrations.trl.rewards import (
 )
 from midflight.observe.lines import EvaluationLine, StepLine
 from midflight.observe.status import Totals
-from tests.integrations.test_trl import ROWS, model, reward
 
 __all__ = ["model"]
 TRAINER = [
@@ -97,12 +110,23 @@ def test_options_of_the_loss_have_their_counterparts(model: str, options: dict[s
         ({"off_policy_mask_threshold": 0.1}, {"weight": "off", "opsm": 0.1}),
     ],
 )  # fmt: skip
-def test_the_ratio_to_the_policy_that_sampled_is_corrected_as_trl_does(model: str, options: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_the_ratio_to_the_policy_that_sampled_is_corrected_as_trl_does(
+    model: str, options: dict[str, Any], expected: dict[str, Any]
+) -> None:
     assert tables(model, **options)["correction"] == expected
 
 
 def test_a_generation_batch_of_several_optimizer_steps_is_one_step_of_several_updates(model: str) -> None:
-    config = GRPOConfig(use_cpu=True, per_device_train_batch_size=8, steps_per_generation=4, num_generations=4, num_iterations=3, max_steps=25, save_steps=30, warmup_steps=24)
+    config = GRPOConfig(
+        use_cpu=True,
+        per_device_train_batch_size=8,
+        steps_per_generation=4,
+        num_generations=4,
+        num_iterations=3,
+        max_steps=25,
+        save_steps=30,
+        warmup_steps=24,
+    )
     found = config.tables(model=model, num_rows=None)
     assert found["rollout"]["groups_per_step"] == 8, "32 samples in groups of 4"
     assert (found["trainer"]["updates_per_step"], found["trainer"]["epochs_per_step"]) == (4, 3)
@@ -122,7 +146,12 @@ def test_an_epoch_drops_what_does_not_fill_a_batch_as_trl_counts(model: str) -> 
 
 
 def test_sampling_may_be_given_as_generation_kwargs_which_override(model: str) -> None:
-    found = tables(model, top_p=0.9, temperature=0.5, generation_kwargs={"top_p": 0.8, "top_k": 5, "min_p": 0.1, "max_new_tokens": 32, "do_sample": True})
+    found = tables(
+        model,
+        top_p=0.9,
+        temperature=0.5,
+        generation_kwargs={"top_p": 0.8, "top_k": 5, "min_p": 0.1, "max_new_tokens": 32, "do_sample": True},
+    )
     environment = found["environment"]
     assert (environment["top_p"], environment["top_k"], environment["min_p"]) == (0.8, 5, 0.1)
     assert (environment["temperature"], environment["max_tokens"]) == (0.5, 32)
@@ -135,12 +164,20 @@ def test_engines_are_ours_or_vllms_started_here_or_running(model: str) -> None:
     named = tables(model, use_vllm=True, vllm_mode="server", vllm_server_base_url="http://other:1/")["engine"]
     assert named["urls"] == ["http://other:1"]
     beside = tables(model, use_vllm=True, vllm_tensor_parallel_size=2, vllm_model_impl="transformers", vllm_max_model_length=64)
-    assert beside["engine"] == {"device": "cpu", "kind": "vllm", "arguments": ["--model-impl=transformers"], "servers": [{"tensor_parallel": 2}]}
+    assert beside["engine"] == {
+        "device": "cpu",
+        "kind": "vllm",
+        "arguments": ["--model-impl=transformers"],
+        "servers": [{"tensor_parallel": 2}],
+    }
     assert beside["model"]["max_context"] == 64
 
 
 def test_evaluations_answer_each_held_out_row_as_often_as_trl_does(model: str) -> None:
-    assert tables(model, eval_strategy="steps", eval_steps=5)["evaluation"] == {"eval_every": 5, "suites": [{"name": "samples", "samples": 8}]}
+    assert tables(model, eval_strategy="steps", eval_steps=5)["evaluation"] == {
+        "eval_every": 5,
+        "suites": [{"name": "samples", "samples": 8}],
+    }
     assert tables(model, eval_strategy="epoch", num_generations_eval=1)["evaluation"] == {"eval_every": 20}
     assert tables(model, eval_strategy="steps", num_generations_eval=1)["evaluation"] == {"eval_every": 10}, "as logging_steps"
 
@@ -206,9 +243,9 @@ def test_what_has_no_meaning_is_refused_with_what_to_use(options: dict[str, Any]
     ],
 )
 def test_arguments_that_cannot_be_used_are_refused(model: str, tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
-    given = {"model": model, "reward_funcs": reward, "train_dataset": ROWS, "args": GRPOConfig(tmp_path / "run"), **arguments}
+    whole = {"model": model, "reward_funcs": reward, "train_dataset": ROWS, "args": GRPOConfig(tmp_path / "run"), **arguments}
     with pytest.raises(ConfigError, match=message):
-        GRPOTrainer(**given)
+        GRPOTrainer(**whole)
     assert not (tmp_path / "run").exists()
 
 
@@ -228,7 +265,9 @@ def test_an_evaluation_needs_rows_and_weights_one_for_each_reward(model: str) ->
 
 def test_rows_weights_order_and_rows_for_evaluation_reach_the_run(model: str, tmp_path: Path) -> None:
     args = GRPOConfig(tmp_path / "run", use_cpu=True, eval_strategy="steps", reward_weights=[1.0, 0.5], shuffle_dataset=False)
-    config = GRPOTrainer(model, [reward, lambda completions, **_: [1.0] * len(completions)], args, ROWS, eval_dataset=ROWS[:2]).trainer.config
+    config = GRPOTrainer(
+        model, [reward, lambda completions, **_: [1.0] * len(completions)], args, ROWS, eval_dataset=ROWS[:2]
+    ).trainer.config
     source = config.environment.sources[0]
     assert (source.prompt, source.shuffle, source.heldout) == ("prompt", False, tmp_path / "run" / "data-heldout.jsonl")
     assert [each.weight for each in config.environment.rewards] == [1.0, 0.5] and config.rollout.max_staleness == 0
@@ -250,7 +289,9 @@ def test_a_reward_that_takes_any_keyword_gets_lists_though_it_names_no_completio
 
 
 def test_steps_are_counted_and_logged_as_trl_does(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = GRPOConfig(tmp_path / "run", num_iterations=2, max_steps=8, logging_steps=4, disable_tqdm=True, eval_strategy="steps", num_generations_eval=2)
+    args = GRPOConfig(
+        tmp_path / "run", num_iterations=2, max_steps=8, logging_steps=4, disable_tqdm=True, eval_strategy="steps", num_generations_eval=2
+    )
     heard: list[tuple[str, int]] = []
 
     class Callback:
@@ -335,7 +376,24 @@ def test_shipped_rewards_have_trls_names_and_values() -> None:
     assert get_soft_overlong_punishment(10, 4)(completions=said(*"abcd"), completion_ids=ids) == [0.0, -0.5, -1.0, -1.0]
     # Runs of two in 1 2 1 2 1: (1, 2), (2, 1), (1, 2), (2, 1): two of four occurred before.
     assert get_repetition_penalty_reward(2, -1.0)(completions=said("a", "b"), completion_ids=[[1, 2, 1, 2, 1], [1]]) == [-0.5, 0.0]
-    halfway = get_cosine_scaled_reward(100)(completions=said(r"\boxed{2}", r"\boxed{3}"), solution=["2", "2"], completion_ids=[[1] * 50] * 2)
+    halfway = get_cosine_scaled_reward(100)(
+        completions=said(r"\boxed{2}", r"\boxed{3}"), solution=["2", "2"], completion_ids=[[1] * 50] * 2
+    )
     assert halfway == pytest.approx([0.75, -0.75]), "halfway between the short and the long answer's"
     with pytest.raises(ConfigError, match=r"soft_punish_cache is 11"):
         get_soft_overlong_punishment(10, 11)
+
+
+def test_a_function_of_a_script_that_names_no_completions_is_called_in_another_process_as_one_of_a_group(tmp_path: Path) -> None:
+    source = "def of_environments(environments, **kwargs):\n    return [each.score for each in environments]\n"
+    program = {"__name__": "__main__"}
+    exec(source, program)
+    packed = given.pack({"tries": taking_completions(program["of_environments"])})
+    given.read(io.BytesIO(packed))
+    try:
+        function = RewardFunction(
+            RewardSection(entry="midflight.given:tries"), load_entry("midflight.given:tries", option="x", such_as="y")
+        )
+    finally:
+        given.read(io.BytesIO(given.NOTHING))
+    assert function.is_of_group and "environments" in function.named and function.columns == ()

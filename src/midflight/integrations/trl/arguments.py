@@ -31,6 +31,7 @@ SCHEDULES = {
 }
 NO_CLIPPING = 1e9
 """The norm to which gradients are scaled down if nothing asks for that."""
+SHARDING = "set trainer.ranks in the configuration of midflight.Trainer, which shards the model"
 HARMLESS_OF_MODEL = frozenset(["attn_implementation", "use_cache", "low_cpu_mem_usage"])
 """Arguments of a model's loading that change how it is computed, not what."""
 
@@ -191,7 +192,7 @@ class TrainingArguments:
         "the last version is exported; `midflight rollback` goes back to an earlier checkpoint",
     )
     metric_for_best_model: str | None = refused(
-        None, "no version is chosen by a metric; `trainer.state.log_history` has those of all"
+        None, "no version is chosen by a metric; `state.log_history` has the metrics of all"
     )
     greater_is_better: bool | None = idle(None)
     ignore_data_skip: bool = refused(
@@ -203,9 +204,7 @@ class TrainingArguments:
     data_seed: int | None = idle(None, "`seed` draws the order of the rows")
     use_cpu: bool = mapped(False, '`trainer.device` and `engine.device` = "cpu"')
     accelerator_config: dict | str | None = idle(None)
-    parallelism_config: Any = refused(
-        None, "set trainer.ranks in the configuration of midflight.Trainer"
-    )
+    parallelism_config: Any = refused(None, SHARDING)
     dataloader_drop_last: bool = idle(False)
     dataloader_num_workers: int = idle(0)
     dataloader_pin_memory: bool = idle(True)
@@ -223,9 +222,9 @@ class TrainingArguments:
     ddp_static_graph: bool | None = idle(None)
     ddp_backend: str | None = idle(None)
     ddp_timeout: int = idle(1800)
-    fsdp: str | None = refused(None, "set trainer.ranks, which shards the model")
-    fsdp_config: dict | str | None = refused(None, "set trainer.ranks, which shards the model")
-    deepspeed: dict | str | None = refused(None, "set trainer.ranks, which shards the model")
+    fsdp: str | None = refused(None, SHARDING)
+    fsdp_config: dict | str | None = refused(None, SHARDING)
+    deepspeed: dict | str | None = refused(None, SHARDING)
     debug: str = refused("", "use midflight train CONFIG --debug")
     skip_memory_metrics: bool = idle(True)
     do_train: bool = idle(False, "`train()` trains")
