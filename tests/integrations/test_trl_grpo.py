@@ -288,6 +288,14 @@ def test_a_reward_that_takes_any_keyword_gets_lists_though_it_names_no_completio
     assert taking_completions(reward) is reward
 
 
+def test_a_reward_that_asks_for_the_trainers_state_is_told_that_there_is_none() -> None:
+    def with_state(completions: list[Any], trainer_state: Any, **columns: Any) -> list[float]:
+        return [0.0] * len(completions)
+
+    with pytest.warns(UserWarning, match=r"with_state asks for trainer_state, which is None"):
+        taking_completions(with_state)
+
+
 def test_steps_are_counted_and_logged_as_trl_does(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = GRPOConfig(
         tmp_path / "run", num_iterations=2, max_steps=8, logging_steps=4, disable_tqdm=True, eval_strategy="steps", num_generations_eval=2

@@ -99,7 +99,7 @@ class TrainingArguments:
     max_steps: int = mapped(-1, "`run.steps`")
     learning_rate: float = mapped(5e-5, "`trainer.learning_rate`")
     lr_scheduler_type: str = mapped("linear", "`trainer.schedule`: constant, linear or cosine")
-    lr_scheduler_kwargs: dict | str | None = refused(
+    lr_scheduler_kwargs: dict[str, Any] | str | None = refused(
         None, "schedules have no further options; choose lr_scheduler_type and warmup_steps"
     )
     warmup_steps: float = mapped(0, "`trainer.warmup_steps`, below 1 a share of all steps")
@@ -126,16 +126,18 @@ class TrainingArguments:
     fp16_full_eval: bool = refused(False, "evaluations run on the engines; set dtype")
     tf32: bool | None = idle(None)
     activation_checkpointing: bool | None = idle(None)
-    activation_checkpointing_kwargs: dict | str | None = idle(None)
+    activation_checkpointing_kwargs: dict[str, Any] | str | None = idle(None)
     gradient_checkpointing: bool | None = mapped(
         None, "`trainer.activation_checkpointing` on a GPU; the result is the same to the bit"
     )
-    gradient_checkpointing_kwargs: dict | str | None = idle(None)
+    gradient_checkpointing_kwargs: dict[str, Any] | str | None = idle(None)
     torch_compile: bool = mapped(False, "`trainer.compile`")
     torch_compile_backend: str | None = idle(None)
     torch_compile_mode: str | None = idle(None)
     use_liger_kernel: bool = refused(False, "there are no such kernels here; leave it out")
-    liger_kernel_config: dict | None = refused(None, "there are no such kernels here; leave it out")
+    liger_kernel_config: dict[str, Any] | None = refused(
+        None, "there are no such kernels here; leave it out"
+    )
     use_cache: bool = idle(False)
     neftune_noise_alpha: float | None = refused(
         None, "noise would make the trained policy another one than the sampled; leave it out"
@@ -203,7 +205,7 @@ class TrainingArguments:
     seed: int = mapped(42, "`run.seed`")
     data_seed: int | None = idle(None, "`seed` draws the order of the rows")
     use_cpu: bool = mapped(False, '`trainer.device` and `engine.device` = "cpu"')
-    accelerator_config: dict | str | None = idle(None)
+    accelerator_config: dict[str, Any] | str | None = idle(None)
     parallelism_config: Any = refused(None, SHARDING)
     dataloader_drop_last: bool = idle(False)
     dataloader_num_workers: int = idle(0)
@@ -223,8 +225,8 @@ class TrainingArguments:
     ddp_backend: str | None = idle(None)
     ddp_timeout: int = idle(1800)
     fsdp: str | None = refused(None, SHARDING)
-    fsdp_config: dict | str | None = refused(None, SHARDING)
-    deepspeed: dict | str | None = refused(None, SHARDING)
+    fsdp_config: dict[str, Any] | str | None = refused(None, SHARDING)
+    deepspeed: dict[str, Any] | str | None = refused(None, SHARDING)
     debug: str = refused("", "use midflight train CONFIG --debug")
     skip_memory_metrics: bool = idle(True)
     do_train: bool = idle(False, "`train()` trains")

@@ -40,7 +40,7 @@ class SamplingArguments(TrainingArguments):
     bf16: bool | None = mapped(
         None, "bf16 over float32 weights is `trainer.compute_dtype`; unset it is so on a GPU"
     )
-    model_init_kwargs: dict | str | None = mapped(
+    model_init_kwargs: dict[str, Any] | str | None = mapped(
         None, "`dtype` becomes `model.dtype`; what would load another model is refused"
     )
     trust_remote_code: bool = refused(
@@ -61,7 +61,9 @@ class SamplingArguments(TrainingArguments):
         "it is not the policy that is sampled then; ask for it in an environment of your own, "
         "whose turns are then masked",
     )
-    chat_template_kwargs: dict | str | None = mapped(None, "`environment.template_options`")
+    chat_template_kwargs: dict[str, Any] | str | None = mapped(
+        None, "`environment.template_options`"
+    )
     max_tool_calling_iterations: int | None = mapped(None, "`environment.max_turns`, one more")
     epsilon: float = mapped(0.2, "`objective.clip_low`")
     epsilon_high: float | None = mapped(None, "`objective.clip_high`; unset `epsilon`")

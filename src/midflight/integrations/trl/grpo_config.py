@@ -59,7 +59,7 @@ class GRPOConfig(SamplingArguments):
     steps_per_generation: int | None = mapped(
         None, "`rollout.groups_per_step` and `trainer.updates_per_step`"
     )
-    generation_kwargs: dict | str | None = mapped(
+    generation_kwargs: dict[str, Any] | str | None = mapped(
         None, "max_new_tokens, max_tokens, temperature, top_p, top_k, min_p: as the options"
     )
     cache_implementation: str | None = idle(None, "engines keep keys and values by themselves")
@@ -144,7 +144,7 @@ class GRPOConfig(SamplingArguments):
         None, "completions stay in the run's store; `midflight samples` shows them"
     )
     use_transformers_continuous_batching: bool = idle(False, "engines always batch continuously")
-    transformers_continuous_batching_config: dict | str | None = idle(
+    transformers_continuous_batching_config: dict[str, Any] | str | None = idle(
         None, "`engine.max_running` bounds what is decoded together"
     )
     use_transformers_paged: bool = idle(False, "as `use_transformers_continuous_batching`")

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -51,6 +52,12 @@ def taking_completions(function: Callable[..., Any]) -> Callable[..., Any]:
         return function  # refused with its place where rewards are loaded
     parameters = signature.parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if "trainer_state" in parameters:
+        name = getattr(function, "__name__", "a reward function")
+        warnings.warn(
+            f"{name} asks for trainer_state, which is None: rewards run in processes of their own",
+            stacklevel=2,
+        )
     if "completions" in parameters or not takes_all:
         return function
 
