@@ -1,7 +1,7 @@
 """The table of options in docs/from-trl.md, and the record of trl's fields that it is held against.
 
     python tools/from_trl.py docs/from-trl.md         # writes the tables into the page
-    python tools/from_trl.py --compare FOLDER         # the record against trl, unpacked there or installed
+    python tools/from_trl.py --compare FOLDER         # the record against trl in this folder
     python tools/from_trl.py --record FOLDER          # writes the record anew
 
 Neither imports trl: the fields are read from its source, so that an unpacked wheel is enough

@@ -70,9 +70,13 @@ class SamplingArguments(TrainingArguments):
     log_completions: bool = mapped(False, "`rollout.show_every` = `logging_steps`")
     num_completions_to_print: int | None = mapped(None, "`rollout.show_completions`; unset all")
 
-    def environment_options(self, model: str, *, max_tokens: int | None) -> dict[str, Any]:
-        """Options of `[environment]`. An answer of unlimited length ends where the context does."""
-        context = sizes_of(Path(model)).max_context or (max_tokens or 0) + 1
+    def environment_options(
+        self, model: str, *, max_tokens: int | None, context: int | None = None
+    ) -> dict[str, Any]:
+        """Options of `[environment]`. An answer of unlimited length ends where the context does,
+        which is the model's own unless it is given.
+        """
+        context = context or sizes_of(Path(model)).max_context or (max_tokens or 0) + 1
         turns = self.max_tool_calling_iterations
         template: Any = self.chat_template_kwargs
         return {
@@ -87,7 +91,7 @@ class SamplingArguments(TrainingArguments):
         }
 
     def shown_completions(self, number: int) -> dict[str, Any]:
-        """Options of `[rollout]` that show `number` completions of a step, if they are asked for."""
+        """Options of `[rollout]` that show `number` completions of a step, if that is asked for."""
         if not self.log_completions:
             return {}
         return {

@@ -12,7 +12,6 @@ from midflight.errors import ConfigError
 from midflight.integrations.trl.arguments import dtype_of_model, idle, mapped, of_steps, refused
 from midflight.integrations.trl.config import SamplingArguments
 from midflight.integrations.trl.losses import (
-    LOSS_TYPES,
     correction_options,
     loss_problems,
     objective_options,
@@ -98,15 +97,16 @@ class GRPOConfig(SamplingArguments):
     )
     scale_rewards: str = mapped(
         "group",
-        "`objective.advantage`: group is grpo, none dr_grpo, batch reinforce_pp (whose deviation is "
-        "that of rewards less the mean of their group)",
+        "`objective.advantage`: group is grpo, none dr_grpo, batch reinforce_pp (whose deviation "
+        "is that of rewards less the mean of their group)",
     )
     loss_type: str = mapped("dapo", "`objective.kind` and `objective.reduction`, below")
     mask_truncated_completions: bool = mapped(False, "`objective.mask_truncated`")
     sync_ref_model: bool = refused(
-        False, "the reference is the model that the run begins with; begin a new run with the "
-        "folder `model` of this one"
-    )  # fmt: skip
+        False,
+        "the reference is the model that the run begins with; begin a new run with the folder "
+        "`model` of this one",
+    )
     ref_model_mixup_alpha: float = idle(0.6, "as `sync_ref_model`, which is refused")
     ref_model_sync_steps: int = idle(512, "as `sync_ref_model`, which is refused")
     top_entropy_quantile: float = refused(
@@ -155,9 +155,10 @@ class GRPOConfig(SamplingArguments):
         False, "trl refuses it too; lower trainer.micro_batch_tokens, which bounds the memory"
     )
     max_staleness: int = mapped(
-        0, "`rollout.max_staleness`. No option of `GRPOConfig` there: 0 is their synchronous loop, "
-        "more lets engines generate while the trainer trains"
-    )  # fmt: skip
+        0,
+        "`rollout.max_staleness`. No option of trl's: 0 is its synchronous loop, more lets engines "
+        "generate while the trainer trains",
+    )
 
     title: ClassVar[str] = "GRPOConfig"
     beyond_trl: ClassVar[frozenset[str]] = frozenset(["max_staleness"])
@@ -322,7 +323,11 @@ class GRPOConfig(SamplingArguments):
         return options
 
     def _environment(self, model: str) -> dict[str, Any]:
-        options = self.environment_options(model, max_tokens=self.sampled("max_completion_length"))
+        options = self.environment_options(
+            model,
+            max_tokens=self.sampled("max_completion_length"),
+            context=self.vllm_max_model_length if self.use_vllm else None,
+        )
         return options | {
             "temperature": float(self.sampled("temperature")),
             "top_p": float(self.sampled("top_p")),
@@ -386,6 +391,3 @@ class GRPOConfig(SamplingArguments):
         if step == 1 and self.logging_first_step:
             return True
         return step % self._steps(self.logging_steps) == 0
-
-
-__all__ = ["LOSS_TYPES", "GRPOConfig"]

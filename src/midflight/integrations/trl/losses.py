@@ -93,8 +93,8 @@ def loss_problems(args: GRPOConfig) -> Iterator[str]:
         yield f"beta={args.beta!r}: a divergence is not rewarded; set 0 or more"
     if args.loss_type == "cispo" and clip_high(args) < 1:
         yield (
-            f"epsilon_high={clip_high(args)!r} with loss_type='cispo': there it is the bound of the "
-            "ratio itself, and below 1 it only makes the loss smaller; set epsilon_high=5.0"
+            f"epsilon_high={clip_high(args)!r} with loss_type='cispo': there it is the bound of "
+            "the ratio itself, and below 1 it only makes the loss smaller; set epsilon_high=5.0"
         )
     if args.delta is not None:
         yield from _delta_problems(args, args.delta)

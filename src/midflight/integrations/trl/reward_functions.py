@@ -1,4 +1,6 @@
-"""Reward functions as trl takes them: each gets all that there is by keyword, and returns a list."""
+"""Reward functions as trl takes them: each gets all that there is by keyword, and returns a
+list.
+"""
 
 import functools
 import inspect

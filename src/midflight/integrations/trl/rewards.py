@@ -81,8 +81,8 @@ def get_soft_overlong_punishment(
 def get_repetition_penalty_reward(
     ngram_size: int = 3, max_penalty: float = -1.0
 ) -> Callable[..., list[float]]:
-    """`max_penalty` times the share of runs of `ngram_size` tokens that occurred before (2502.03373,
-    appendix C).
+    """`max_penalty` times the share of runs of `ngram_size` tokens that occurred before
+    (2502.03373, appendix C).
     """
 
     def repetition_penalty_reward(

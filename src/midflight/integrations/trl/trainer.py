@@ -257,8 +257,8 @@ def checked_args(args: Any, wanted: type[Config]) -> Config:
 def _check_model(model: object) -> None:
     if not isinstance(model, str | Path):
         raise ConfigError(
-            f"model is {type(model).__name__}; give the path of its folder. model.save_pretrained(DIR) "
-            "and tokenizer.save_pretrained(DIR) write one."
+            f"model is {type(model).__name__}; give the path of its folder. "
+            "model.save_pretrained(DIR) and tokenizer.save_pretrained(DIR) write one."
         )
     if not Path(model).is_dir():
         raise ConfigError(

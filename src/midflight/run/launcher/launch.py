@@ -84,9 +84,7 @@ def train(
         hold_folder(folder, terminal.say) as lock,
     ):
         # again: while it was not held, another process may have used it
-        check_run_folder(
-            config, resume=resume, overwrite=overwrite, gives_rows=bool(program.rows)
-        )
+        check_run_folder(config, resume=resume, overwrite=overwrite, gives_rows=bool(program.rows))
         _begin_in(folder, config, resume=resume, say=terminal.say)
         for name, rows in program.rows.items():
             shutil.copyfile(rows, folder / name)
