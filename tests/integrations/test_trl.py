@@ -170,7 +170,15 @@ def test_an_environment_of_trl_becomes_a_class_with_reset_tools_and_reward(facto
     assert made.reset(start=3, task=object(), other=1) == "count from 3"
     assert made.add(number=4) == 7 and made.reward() == 7.0
     assert str(inspect.signature(type(made).add)) == str(inspect.signature(Counter.add)) and "how much" in (type(made).add.__doc__ or "")
-    assert not hasattr(made, "get_reward"), "which would be a tool"
+    assert not hasattr(type(made), "get_reward"), "which would be a tool"
+
+
+def test_a_reward_function_sees_the_attributes_of_the_environment_that_was_made() -> None:
+    made = environment_class(Counter)()
+    made.reset(start=3, task=object())
+    assert made.value == 3
+    with pytest.raises(AttributeError, match="other"):
+        _ = made.other
 
 
 def test_without_data_each_environment_has_prompts_of_its_own() -> None:

@@ -316,6 +316,7 @@ def test_steps_are_counted_and_logged_as_trl_does(model: str, tmp_path: Path, ca
     for source in ("data", "samples/data"):
         trainer._evaluated(EvaluationLine(version=4, step=4, seconds=1.0, source=source, num_tasks=1, mean_reward=0.75))
     assert heard == [("log", 4), ("log", 8), ("log", 8), ("evaluate", 0.75)]
+    assert trainer.state.log_history[-1] == {"eval_reward": 0.75, "step": 8, "epoch": pytest.approx(4 / 6)}
     first = trainer.state.log_history[0]
     assert (first["reward"], first["rewards/correct/mean"], first["digits"], first["step"]) == (0.5, 0.25, 3.0, 4)
     assert first["epoch"] == pytest.approx(2 / 6), "two batches of one group each, of six rows"

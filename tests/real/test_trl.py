@@ -128,7 +128,7 @@ def test_a_command_line_with_adapters_trains_and_evaluates(here: Path) -> None:
     ]  # fmt: skip
     found = last(run(here, COMMAND_LINE, *words))
     evaluated = [logs["step"] for logs in found["history"] if "eval_reward" in logs]
-    assert found["rank"] == 16 and evaluated == [0, 1, 2] and found["scores"] == {"eval_reward": 0.0}
+    assert found["rank"] == 16 and evaluated == [0, 1, 2, 2] and found["scores"] == {"eval_reward": 0.0}
     assert [logs["step"] for logs in found["history"] if "rewards/think_format_reward/mean" in logs] == [1, 2]
 
 

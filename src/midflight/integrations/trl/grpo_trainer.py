@@ -94,7 +94,7 @@ class GRPOTrainer(TrlTrainer):
         if not found:
             return {}
         scores = {f"{metric_key_prefix}_reward": sum(found) / len(found)}
-        self._log(scores)
+        self._log(scores, step=self.state.global_step // self._updates)
         return scores
 
     def metrics_of(self, line: StepLine) -> Mapping[str, float]:
@@ -106,9 +106,8 @@ class GRPOTrainer(TrlTrainer):
         has_suite = bool(self.trainer.config.evaluation.suites)
         if is_suite != has_suite or line.mean_reward is None:
             return
-        self.state.global_step = line.step * self._updates
         scores = {"eval_reward": line.mean_reward}
-        self._log(scores)
+        self._log(scores, step=line.version)
         self._tell("on_evaluate", metrics=scores)
 
 

@@ -202,13 +202,15 @@ class TrlTrainer:
         self._tell("on_step_end")
         self._seen.append(self.metrics_of(line))
         if self.args.is_logged(line.step, steps=self._steps, per_epoch=self._per_epoch):
-            self._log(means(self._seen))
+            self._log(means(self._seen), step=line.step)
             self._seen.clear()
         if self.control.should_training_stop:
             self.trainer.stop()
 
-    def _log(self, found: Mapping[str, float]) -> None:
-        logs = {**found, "step": self.state.global_step, "epoch": self.state.epoch}
+    def _log(self, found: Mapping[str, float], *, step: int) -> None:
+        """Logs what was measured of a step of ours, or of the version that it made."""
+        epoch = step / self._per_epoch if self._has_rows else 0.0
+        logs = {**found, "step": step * self._updates, "epoch": epoch}
         self.state.log_history.append(logs)
         if self.args.disable_tqdm:
             self.accelerator.print({name: value for name, value in logs.items() if name != "step"})
