@@ -14,8 +14,6 @@ class AsyncGRPOTrainer(TrlTrainer):
     for an argument that has no meaning here, and names the one to use.
     """
 
-    args: AsyncGRPOConfig
-
     def __init__(
         self,
         model: str,

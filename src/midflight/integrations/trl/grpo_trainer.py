@@ -17,8 +17,6 @@ class GRPOTrainer(TrlTrainer):
     for an argument that has no meaning here, and names the one to use.
     """
 
-    args: GRPOConfig
-
     def __init__(
         self,
         model: str,
