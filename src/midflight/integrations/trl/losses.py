@@ -8,10 +8,33 @@ each loss computes is compared with trl's own numbers in tests/trainer/test_orac
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-if TYPE_CHECKING:
-    from midflight.integrations.trl.grpo_config import GRPOConfig
+
+class LossArguments(Protocol):
+    """The options of `GRPOConfig` that a loss is made of."""
+
+    loss_type: str
+    importance_sampling_level: str
+    epsilon: float
+    epsilon_high: float | None
+    delta: float | None
+    beta: float
+    use_bias_correction_kl: bool
+    entropy_coef: float
+    mask_truncated_completions: bool
+    scale_rewards: str
+    multi_objective_aggregation: str
+    sapo_temperature_pos: float
+    sapo_temperature_neg: float
+    off_policy_mask_threshold: float | None
+    use_vllm: bool
+    max_staleness: int
+    vllm_importance_sampling_correction: bool
+    vllm_importance_sampling_mode: str
+    vllm_importance_sampling_clip_min: float | None
+    vllm_importance_sampling_clip_max: float | None
+    vllm_importance_sampling_cap: float | None
 
 
 class LossType(NamedTuple):
@@ -55,22 +78,22 @@ NO_BOUND = 1e9
 """The upper bound of a weight that is bounded from below alone."""
 
 
-def scaling(args: GRPOConfig) -> str:
+def scaling(args: LossArguments) -> str:
     """`scale_rewards`, which may be a truth value too."""
     return {"True": "group", "False": "none"}.get(str(args.scale_rewards), str(args.scale_rewards))
 
 
-def clip_high(args: GRPOConfig) -> float:
+def clip_high(args: LossArguments) -> float:
     return args.epsilon if args.epsilon_high is None else args.epsilon_high
 
 
-def weight_high(args: GRPOConfig) -> float | None:
+def weight_high(args: LossArguments) -> float | None:
     if args.vllm_importance_sampling_cap is not None:
         return args.vllm_importance_sampling_cap
     return args.vllm_importance_sampling_clip_max
 
 
-def loss_problems(args: GRPOConfig) -> Iterator[str]:
+def loss_problems(args: LossArguments) -> Iterator[str]:
     """One sentence for each option of the loss that cannot be had, with its remedy."""
     if args.loss_type in NOT_HERE:
         yield f"loss_type={args.loss_type!r}: {NOT_HERE[args.loss_type]}"
@@ -110,7 +133,7 @@ def loss_problems(args: GRPOConfig) -> Iterator[str]:
         yield from _weight_problems(args)
 
 
-def _delta_problems(args: GRPOConfig, delta: float) -> Iterator[str]:
+def _delta_problems(args: LossArguments, delta: float) -> Iterator[str]:
     if args.loss_type in ("cispo", "sapo"):
         yield f"delta={delta!r} with loss_type={args.loss_type!r}: it has no such bound; remove it"
     elif delta <= 1 + clip_high(args):
@@ -120,7 +143,7 @@ def _delta_problems(args: GRPOConfig, delta: float) -> Iterator[str]:
         )
 
 
-def _sequence_problems(args: GRPOConfig) -> Iterator[str]:
+def _sequence_problems(args: LossArguments) -> Iterator[str]:
     if args.loss_type in ("cispo", "sapo"):
         yield (
             f"importance_sampling_level='sequence' with loss_type={args.loss_type!r}: its ratio is "
@@ -138,7 +161,7 @@ def _sequence_problems(args: GRPOConfig) -> Iterator[str]:
         )
 
 
-def _weight_problems(args: GRPOConfig) -> Iterator[str]:
+def _weight_problems(args: LossArguments) -> Iterator[str]:
     mode = args.vllm_importance_sampling_mode
     low = args.vllm_importance_sampling_clip_min
     high = weight_high(args)
@@ -161,7 +184,7 @@ def _weight_problems(args: GRPOConfig) -> Iterator[str]:
         )
 
 
-def objective_options(args: GRPOConfig) -> dict[str, Any]:
+def objective_options(args: LossArguments) -> dict[str, Any]:
     """Options of `[objective]`."""
     loss = LOSS_TYPES[args.loss_type]
     is_of_sequence = args.importance_sampling_level == "sequence"
@@ -193,7 +216,7 @@ def objective_options(args: GRPOConfig) -> dict[str, Any]:
     return options
 
 
-def correction_options(args: GRPOConfig) -> dict[str, Any]:
+def correction_options(args: LossArguments) -> dict[str, Any]:
     """Options of `[correction]`. Where trl generates with the trainer's own model there is nothing
     to correct; with `max_staleness` there is, and our default weight does.
     """
@@ -207,7 +230,7 @@ def correction_options(args: GRPOConfig) -> dict[str, Any]:
     return options
 
 
-def _weight(args: GRPOConfig) -> dict[str, Any]:
+def _weight(args: LossArguments) -> dict[str, Any]:
     weight = WEIGHTS[args.vllm_importance_sampling_mode]
     high = weight_high(args)
     if weight in ("tis", "tis_sequence"):
