@@ -17,7 +17,7 @@ SERVERS = $(if $(MIDFLIGHT_VLLM_PYTHON),,$(VENV)-vllm/.done) $(if $(MIDFLIGHT_SG
 WITH_SERVERS = MIDFLIGHT_VLLM_PYTHON="$${MIDFLIGHT_VLLM_PYTHON:-$(CURDIR)/$(VENV)-vllm/bin/python}" \
     MIDFLIGHT_SGLANG_PYTHON="$${MIDFLIGHT_SGLANG_PYTHON:-$(CURDIR)/$(VENV)-sglang/bin/python}"
 
-.PHONY: demo calculator pretrained pretrained-compare test test-real test-options test-gpu test-pretrained test-pretrained-servers test-docs docs test-clients test-clients-all test-coding-agents test-notebook test-view test-trackers test-adapters test-sandboxes test-agents test-cluster test-engines test-models benchmarks-smoke bench nightly engines dist test-package lint lint-ops format clean locks newest newest-engines engine-contract test-install
+.PHONY: demo calculator pretrained pretrained-compare test test-real test-options test-gpu test-pretrained test-pretrained-servers test-docs docs test-clients test-clients-all test-coding-agents test-notebook test-view test-trackers test-adapters test-sandboxes test-agents test-cluster test-engines test-models benchmarks-smoke bench nightly engines dist test-package lint lint-ops format clean locks newest newest-engines newest-trl engine-contract test-install
 
 demo: $(VENV)/.demo
 	$(BIN)/midflight train configs/demo.toml --overwrite
@@ -273,7 +273,17 @@ newest:
 	rm -rf $(VENV)-newest $(VENV)-newest-*
 	$(MAKE) VENV=$(VENV)-newest UNLOCKED=1 $(VENV)-newest/.dev
 	$(VENV)-newest/bin/python tools/newest.py
+	$(MAKE) newest-trl TRL_PYTHON=$(VENV)-newest/bin/python
 	$(MAKE) newest-engines
+
+# The fields of trl's newest release against those that docs/from-trl.md maps. They are read from its wheel, so neither it nor its torch is installed.
+TRL_PYTHON = $(BIN)/python
+newest-trl: $(VENV)/.dev
+	rm -rf $(VENV)-newest-trl
+	$(TRL_PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --dest $(VENV)-newest-trl trl
+	$(TRL_PYTHON) -m zipfile -e $(VENV)-newest-trl/trl-*.whl $(VENV)-newest-trl
+	$(TRL_PYTHON) tools/from_trl.py --compare $(VENV)-newest-trl
+	MIDFLIGHT_TRL=$(CURDIR)/$(VENV)-newest-trl $(TRL_PYTHON) -m pytest tests/integrations
 
 # vLLM's oldest promised release is the one that CI runs. A server without a release since the lock is not installed a second time.
 newest-engines: $(VENV)/.dev $(VENV)-locks/.done

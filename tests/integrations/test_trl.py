@@ -11,7 +11,6 @@ import pytest
 
 from midflight.errors import ConfigError
 from midflight.integrations.trl import AsyncGRPOConfig, AsyncGRPOTrainer
-from midflight.integrations.trl.config import GENERAL, HARMLESS, KNOWN, OWN, REFUSED
 from midflight.integrations.trl.environments import environment_class, rows_of_environments
 from midflight.integrations.trl.metrics import trl_metrics
 from midflight.models.creation import make_model
@@ -35,151 +34,6 @@ TRAINER = [
     "weight_transfer",
 ]
 """The arguments of trl 1.16.0's trainer, in their order."""
-CONFIG = [
-    "output_dir",
-    "per_device_train_batch_size",
-    "num_train_epochs",
-    "max_steps",
-    "learning_rate",
-    "lr_scheduler_type",
-    "lr_scheduler_kwargs",
-    "warmup_steps",
-    "optim",
-    "optim_args",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "optim_target_modules",
-    "gradient_accumulation_steps",
-    "average_tokens_across_devices",
-    "max_grad_norm",
-    "label_smoothing_factor",
-    "bf16",
-    "fp16",
-    "bf16_full_eval",
-    "fp16_full_eval",
-    "tf32",
-    "activation_checkpointing",
-    "activation_checkpointing_kwargs",
-    "gradient_checkpointing",
-    "gradient_checkpointing_kwargs",
-    "torch_compile",
-    "torch_compile_backend",
-    "torch_compile_mode",
-    "use_liger_kernel",
-    "liger_kernel_config",
-    "use_cache",
-    "neftune_noise_alpha",
-    "torch_empty_cache_steps",
-    "auto_find_batch_size",
-    "logging_strategy",
-    "logging_steps",
-    "logging_first_step",
-    "log_on_each_node",
-    "logging_nan_inf_filter",
-    "include_num_input_tokens_seen",
-    "log_level",
-    "log_level_replica",
-    "disable_tqdm",
-    "report_to",
-    "run_name",
-    "project",
-    "trackio_space_id",
-    "trackio_bucket_id",
-    "trackio_static_space_id",
-    "eval_strategy",
-    "eval_steps",
-    "eval_delay",
-    "per_device_eval_batch_size",
-    "prediction_loss_only",
-    "eval_on_start",
-    "eval_do_concat_batches",
-    "eval_use_gather_object",
-    "eval_accumulation_steps",
-    "include_for_metrics",
-    "batch_eval_metrics",
-    "save_only_model",
-    "save_strategy",
-    "save_steps",
-    "save_on_each_node",
-    "save_total_limit",
-    "enable_jit_checkpoint",
-    "push_to_hub",
-    "hub_token",
-    "hub_private_repo",
-    "hub_model_id",
-    "hub_strategy",
-    "hub_always_push",
-    "hub_revision",
-    "load_best_model_at_end",
-    "metric_for_best_model",
-    "greater_is_better",
-    "ignore_data_skip",
-    "restore_callback_states_from_checkpoint",
-    "full_determinism",
-    "seed",
-    "data_seed",
-    "use_cpu",
-    "accelerator_config",
-    "parallelism_config",
-    "dataloader_drop_last",
-    "dataloader_num_workers",
-    "dataloader_pin_memory",
-    "dataloader_persistent_workers",
-    "dataloader_prefetch_factor",
-    "dataloader_multiprocessing_context",
-    "dataloader_in_order",
-    "remove_unused_columns",
-    "label_names",
-    "train_sampling_strategy",
-    "length_column_name",
-    "ddp_find_unused_parameters",
-    "ddp_bucket_cap_mb",
-    "ddp_broadcast_buffers",
-    "ddp_static_graph",
-    "ddp_backend",
-    "ddp_timeout",
-    "fsdp",
-    "fsdp_config",
-    "deepspeed",
-    "debug",
-    "skip_memory_metrics",
-    "do_train",
-    "do_eval",
-    "do_predict",
-    "resume_from_checkpoint",
-    "local_rank",
-    "model_init_kwargs",
-    "dtype",
-    "trust_remote_code",
-    "router_aux_loss_coef",
-    "num_generations",
-    "max_completion_length",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "chat_template_kwargs",
-    "max_tool_calling_iterations",
-    "fork_threshold_tokens",
-    "vllm_server_base_url",
-    "vllm_server_timeout",
-    "request_timeout",
-    "weight_sync_timeout",
-    "epsilon",
-    "epsilon_high",
-    "token_budget",
-    "max_inflight_tasks",
-    "max_staleness",
-    "queue_maxsize",
-    "weight_sync_steps",
-    "heartbeat_stale_after_s",
-    "log_completions",
-    "num_completions_to_print",
-]
-"""Every option of its configuration, those of transformers 5.23's `TrainingArguments` among them."""
 
 
 @pytest.fixture(scope="module")
@@ -204,13 +58,6 @@ ROWS = [{"prompt": "1 + 1", "answer": "2"}] * 6
 
 def test_the_trainer_has_the_arguments_of_trl_in_their_order() -> None:
     assert list(inspect.signature(AsyncGRPOTrainer.__init__).parameters)[1:] == TRAINER
-
-
-def test_every_option_of_trl_is_known() -> None:
-    assert set(CONFIG) == KNOWN
-    groups: list[Any] = [OWN, GENERAL, HARMLESS, REFUSED]
-    own_last = [name for name in KNOWN if sum(name in group for group in groups) != 1]
-    assert set(own_last) <= (OWN.keys() | GENERAL.keys()) & REFUSED.keys(), "of those that are refused some have a default too"
 
 
 def test_options_become_sections(model: str) -> None:
@@ -239,7 +86,7 @@ def test_defaults_start_an_engine_here_and_answers_fit_into_the_model(model: str
     found = AsyncGRPOConfig().tables(model=model, num_rows=24)
     assert found["run"]["steps"] == 72, "three epochs of 24 groups, one a step"
     assert found["environment"]["max_tokens"] == 127 and "kind" not in found["engine"]
-    assert found["trainer"]["checkpoint_every"] == 500 and not found["trainer"]["activation_checkpointing"]
+    assert (found["trainer"]["checkpoint_every"], found["trainer"]["adam_beta2"]) == (500, 0.999)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +100,7 @@ def test_defaults_start_an_engine_here_and_answers_fit_into_the_model(model: str
         ({"deepspeed": "z3.json"}, r"deepspeed='z3\.json': set trainer\.ranks"),
         ({"num_generations": 3}, r"is 8, and a step takes whole groups of num_generations=3"),
         ({"lr_scheduler_type": "polynomial"}, r"lr_scheduler_type='polynomial': schedules are"),
-        ({"adam_beta2": 0.999}, r"adam_beta2=0\.999: it is 0\.95 here"),
+        ({"adam_beta1": 0.8}, r"adam_beta1=0\.8: it is 0\.9 here"),
         ({"dtype": "float16"}, r"dtype='float16'"),
         ({"optim": "sgd"}, r"optim='sgd'"),
         ({"save_strategy": "best"}, r"save_strategy='best'"),
@@ -323,7 +170,15 @@ def test_an_environment_of_trl_becomes_a_class_with_reset_tools_and_reward(facto
     assert made.reset(start=3, task=object(), other=1) == "count from 3"
     assert made.add(number=4) == 7 and made.reward() == 7.0
     assert str(inspect.signature(type(made).add)) == str(inspect.signature(Counter.add)) and "how much" in (type(made).add.__doc__ or "")
-    assert not hasattr(made, "get_reward"), "which would be a tool"
+    assert not hasattr(type(made), "get_reward"), "which would be a tool"
+
+
+def test_a_reward_function_sees_the_attributes_of_the_environment_that_was_made() -> None:
+    made = environment_class(Counter)()
+    made.reset(start=3, task=object())
+    assert made.value == 3
+    with pytest.raises(AttributeError, match="other"):
+        _ = made.other
 
 
 def test_without_data_each_environment_has_prompts_of_its_own() -> None:

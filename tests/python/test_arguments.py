@@ -71,6 +71,9 @@ def test_options_given_by_name_lie_over_those_of_the_configuration_and_of_its_fi
         ({"data": ["a question"]}, r"data, row 0 is str 'a question', expected a dict"),
         ({"data": [{"question": "a"}, {"question": object()}]}, r"data, row 1: column 'question' is object, which has no form in JSON"),
         ({"data": [{"question": "\ud800"}]}, r"data, row 0 has a text that UTF-8 cannot write .*surrogates not allowed"),
+        ({"data": [{"question": "a"}], "heldout": []}, r"heldout has no rows"),
+        ({"data": [{"question": "a"}], "heldout": {"question": ["a"]}}, r"heldout is a dict with question"),
+        ({"data": [{"question": "a"}], "heldout": object()}, r"heldout is object .*expected rows"),
         ({"rewards": [3]}, r"reward is int 3, expected a function"),
         ({"rewards": [(agent, "1")]}, r"the weight of reward .*agent.* is '1', expected a number"),
     ],
@@ -104,3 +107,20 @@ def test_rows_are_written_as_json_whatever_gives_them() -> None:
     path = file.path
     del file
     assert not path.exists()
+
+
+def test_rows_to_hold_out_may_be_given_like_data_and_go_into_a_file_of_their_own(tmp_path: Path) -> None:
+    apart = ({"question": question} for question in "bc")
+    trainer = Trainer(data=[{"question": "a"}], heldout=apart, shuffle=False, folder=tmp_path / "run")
+    source = trainer.config.environment.sources[0]
+    assert (source.path, source.heldout, source.shuffle) == (tmp_path / "run/data.jsonl", tmp_path / "run/data-heldout.jsonl", False)
+    tried = trainer._asked.tried.environment.sources[0]
+    assert isinstance(tried.heldout, Path) and tried.heldout.read_text() == '{"question":"b"}\n{"question":"c"}\n'
+
+
+def test_a_number_to_hold_out_stays_one(tmp_path: Path) -> None:
+    for number in (2, 0.5):
+        assert (
+            Trainer(data=[{"question": q} for q in "abcd"], heldout=number, folder=tmp_path / "run").config.environment.sources[0].heldout
+            == number
+        )

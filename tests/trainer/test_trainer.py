@@ -187,6 +187,35 @@ def test_several_updates_use_the_proximal_policy_of_the_start_of_the_step() -> N
     assert report.version == 1
 
 
+def test_epochs_of_a_step_train_on_its_batch_again_with_the_proximal_policy_of_the_start() -> None:
+    data, model, once = batch(), tiny_model(), tiny_model()
+    report = trainer(model, epochs_per_step=3, learning_rate=0.05).step(data)
+    single = trainer(once, learning_rate=0.05).step(data)
+    assert report.metrics["rho/mean"] == pytest.approx(single.metrics["rho/mean"], rel=1e-12)
+    assert report.metrics["clip/low_share"] + report.metrics["clip/high_share"] > 0, "the ratio to the start of the step has moved"
+    assert report.version == 1 and report.num_tokens == single.num_tokens, "a token counts once, however often it is trained"
+    assert not torch.allclose(weights(model), weights(once))
+
+
+def test_epochs_are_three_updates_of_adam_whose_first_is_that_of_a_single_one() -> None:
+    model, once = tiny_model(), tiny_model()
+    several, single = trainer(model, epochs_per_step=3), trainer(once)
+    several.step(batch())
+    single.step(batch())
+    counts = [int(ours.optimizer.state_dict()["state"][0]["step"]) for ours in (several, single)]
+    assert counts == [3, 1]
+
+
+def test_the_second_moment_decays_by_the_beta_that_is_asked_for() -> None:
+    model = tiny_model()
+    ours = trainer(model, betas=(0.9, 0.999))
+    ours.step(batch())
+    parameter = next(p for name, p in model.named_parameters() if name.endswith("down_proj.weight"))
+    state = ours.optimizer.state[parameter]
+    # exp_avg is 0.1 of the gradient and exp_avg_sq 0.001 of its square: 0.1^2 / 0.001 = 10.
+    assert torch.allclose(state["exp_avg"] ** 2, 10 * state["exp_avg_sq"], rtol=1e-6, atol=0)
+
+
 def test_a_batch_whose_advantages_are_all_0_leaves_weights_and_moments_and_is_no_skip() -> None:
     model = tiny_model()
     ours = trainer(model, weight_decay=0.5, learning_rate=0.1)

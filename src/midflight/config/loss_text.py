@@ -74,7 +74,7 @@ def _token(config: Config, loss: Loss) -> str:
 
 
 def _ratios(config: Config, loss: Loss) -> Iterator[str]:
-    updates = config.trainer.updates_per_step
+    updates = config.trainer.updates_per_step * config.trainer.epochs_per_step
     if loss.is_bypass:
         yield "R = π / µ: the ratio to the behaviour policy, no further weight"
     elif config.objective.proximal == "interpolated":

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from midflight.config.section import Above0, Count, Fraction, NonNegative, Positive, Rate, Section
 
@@ -19,6 +21,10 @@ class TrainerSection(Section):
     """Steps of linear warm-up."""
     weight_decay: NonNegative = 0.0
     """AdamW's decoupled decay; larger shrinks weights more."""
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """AdamW's decay of the mean of squared gradients; larger remembers more steps. 0.999 is
+    torch's and TRL's default.
+    """
     max_grad_norm: Above0 = 1.0
     """Gradients of larger L2 norm are scaled down to it."""
     micro_batch_tokens: Positive = 2048
@@ -28,6 +34,11 @@ class TrainerSection(Section):
     """
     updates_per_step: Positive = 1
     """Mini-batch updates in a step; above 1 the proximal policy is computed at the step's start."""
+    epochs_per_step: Positive = 1
+    """How often a step trains on its batch (µ of GRPO, PPO's epochs), each time with
+    `updates_per_step` updates; larger learns more from a batch, and goes further from the policy
+    that sampled it.
+    """
     on_alarm: Literal["warn", "skip", "stop"] = "warn"
     """The effect of a reading that says that training is off its distribution: warn, skip the step,
     or stop the run.

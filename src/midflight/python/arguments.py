@@ -6,6 +6,7 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from midflight.entries import ENTRY
 from midflight.environments.rows import plain
 from midflight.errors import ConfigError
 from midflight.run.launcher.checks.model import check_teacher
-from midflight.run.launcher.folder import ROWS, is_stored
+from midflight.run.launcher.folder import HELDOUT_ROWS, ROWS, is_stored
 from midflight.run.launcher.trial import to_terminal
 
 Tables = Mapping[str, Mapping[str, object]]
@@ -26,18 +27,24 @@ Weighted = Sequence[object]
 """Functions, their entries, or pairs of one of these with its weight."""
 
 
+NUMBER_OR_FILE = (Real, str, Path, type(None))
+"""What `heldout` may be, if it is not rows."""
+
+
 class RowsFile:
     """The rows that were given as data, one object a line. The file is temporary, and is deleted
     with this object.
     """
 
-    def __init__(self, rows: Iterable[object]) -> None:
-        """Reads them all. Raises `ConfigError` with the row that cannot be written."""
+    def __init__(self, rows: Iterable[object], *, argument: str = "data") -> None:
+        """Reads them all. Raises `ConfigError` with the row that cannot be written. `argument` is
+        the one that they were given as.
+        """
         self._file = tempfile.NamedTemporaryFile("wb", prefix="midflight-", suffix=".jsonl")  # noqa: SIM115 (it lives as long as this)
         self.path = Path(self._file.name)
         number = -1
         for number, row in enumerate(rows):
-            place = f"data, row {number}"
+            place = f"{argument}, row {number}"
             columns = plain(row, place)
             try:
                 self._file.write(msgspec.json.encode(columns) + b"\n")
@@ -47,7 +54,7 @@ class RowsFile:
                 ) from error
         if number < 0:
             raise ConfigError(
-                "data has no rows, so there is nothing to train on; an iterator can be read only "
+                f"{argument} has no rows, so there is nothing to ask; an iterator can be read only "
                 "once."
             )
         self._file.flush()
@@ -91,14 +98,17 @@ class CheckedRun:
     config: Config
     """It reads the rows from the run's folder, which gets a copy of them."""
     objects: bytes
-    rows: RowsFile | None = None
+    rows: Mapping[str, RowsFile]
+    """Rows that were given as data, by the names of their files in that folder."""
+
+    @property
+    def files(self) -> Mapping[str, Path]:
+        return {name: rows.path for name, rows in self.rows.items()}
 
     @property
     def tried(self) -> Config:
         """The configuration that reads the rows where they are before there is a folder."""
-        if self.rows is None:
-            return self.config
-        return with_rows(self.config, self.rows.path)
+        return with_rows(self.config, self.files)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +130,7 @@ class Arguments:
     def asked(self) -> CheckedRun:
         """Checks the arguments. Raises `ConfigError` with all their faults."""
         objects = Objects()
-        rows = None
+        rows: dict[str, RowsFile] = {}
         file: str | Path | None = None
         tables: Tables = {}
         if isinstance(self.config, Mapping):
@@ -129,8 +139,16 @@ class Arguments:
             file = self.config
         environment = self._environment(objects)
         if self.data is not None:
-            place, rows = self._place(objects)
-            environment["sources"] = [place | dict(self.source)]
+            place, given_rows = self._place(objects)
+            if given_rows is not None:
+                rows[ROWS] = given_rows
+            source = dict(self.source)
+            if not isinstance(source.get("heldout"), NUMBER_OR_FILE):
+                rows[HELDOUT_ROWS] = RowsFile(
+                    _each(source["heldout"], argument="heldout"), argument="heldout"
+                )
+                source["heldout"] = HELDOUT_ROWS
+            environment["sources"] = [place | source]
         elif self.source:
             raise ConfigError(
                 f"{', '.join(self.source)} given without data; give data, or set it in "
@@ -143,8 +161,7 @@ class Arguments:
         }
         note = to_terminal if file is not None and is_stored(Path(file)) else None
         config = load_config(file, table=_laid_over(tables, own), note=note)
-        if rows is not None:
-            config = with_rows(config, config.run.folder / ROWS)
+        config = with_rows(config, {name: config.run.folder / name for name in rows})
         packed = objects.packed()
         model_sizes(config.model)
         check_teacher(config)
@@ -168,30 +185,34 @@ class Arguments:
             return {"path": str(data)}, None
         if callable(data) and not hasattr(data, "__getitem__"):
             return {"entry": objects.entry(data, role="data")}, None
-        if isinstance(data, Mapping):
-            keys = ", ".join(map(str, cast("Mapping[object, object]", data)))
-            raise ConfigError(
-                f"data is a dict with {keys:.80}: give a list of dicts, one for each row; of a "
-                "DatasetDict, one of its splits."
-            )
-        if not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
-            raise ConfigError(
-                f"data is {type(data).__name__} {data!r:.80}, expected rows: a list of dicts, a "
-                "Dataset, a path or an iterator."
-            )
         return {"path": ROWS, "name": Path(ROWS).stem}, RowsFile(_each(data))
 
 
-def with_rows(config: Config, path: Path) -> Config:
-    """The configuration with `path` as that of its first source."""
+def with_rows(config: Config, files: Mapping[str, Path]) -> Config:
+    """The configuration whose first source has these files, by their names in a run's folder."""
     first, *others = config.environment.sources
-    sources = (first.model_copy(update={"path": path}), *others)
+    options = {"path": files.get(ROWS), "heldout": files.get(HELDOUT_ROWS)}
+    found = {name: path for name, path in options.items() if path is not None}
+    sources = (first.model_copy(update=found), *others)
     environment = config.environment.model_copy(update={"sources": sources})
     return config.model_copy(update={"environment": environment})
 
 
-def _each(data: Any) -> Iterator[object]:
-    """Every row. A torch dataset has rows by number, and need not end by itself."""
+def _each(data: Any, *, argument: str = "data") -> Iterator[object]:
+    """Every row. A torch dataset has rows by number, and need not end by itself. Raises
+    `ConfigError` if these are no rows.
+    """
+    if isinstance(data, Mapping):
+        keys = ", ".join(map(str, cast("Mapping[object, object]", data)))
+        raise ConfigError(
+            f"{argument} is a dict with {keys:.80}: give a list of dicts, one for each row; of a "
+            "DatasetDict, one of its splits."
+        )
+    if not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
+        raise ConfigError(
+            f"{argument} is {type(data).__name__} {data!r:.80}, expected rows: a list of dicts, a "
+            "Dataset, a path or an iterator."
+        )
     if hasattr(data, "__iter__"):
         return iter(data)
     return (data[number] for number in range(len(data)))

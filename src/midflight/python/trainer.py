@@ -60,7 +60,8 @@ class Trainer:
     model: a Hugging Face model folder, or a GGUF file; none makes a small model, as `config` says.
     data: a list of dicts, a Dataset, a path, an iterator, a function that returns one, or
         `module:function`.
-    prompt, answer, system, heldout: as in `[[environment.sources]]`.
+    prompt, answer, system, heldout, shuffle: as in `[[environment.sources]]`. `heldout` may also
+        be rows, like `data`.
     rewards: functions, or pairs of one with its weight.
     tools: functions.
     environment: a function or class in place of both.
@@ -76,7 +77,8 @@ class Trainer:
         prompt: str | None = None,
         answer: str | None = None,
         system: str | None = None,
-        heldout: float | str | Path | None = None,
+        heldout: Any = None,
+        shuffle: bool | None = None,
         rewards: Weighted = (),
         tools: Sequence[object] = (),
         environment: object = None,
@@ -94,7 +96,13 @@ class Trainer:
         """Raises `ConfigError` with all faults of the arguments. Nothing is started, and only a
         temporary file of the rows is written.
         """
-        source = {"prompt": prompt, "answer": answer, "system": system, "heldout": heldout}
+        source = {
+            "prompt": prompt,
+            "answer": answer,
+            "system": system,
+            "heldout": heldout,
+            "shuffle": shuffle,
+        }
         given = {name: value for name, value in source.items() if value is not None}
         self._asked = Arguments(
             model, data, given, rewards, tools, environment, steps, folder, config
@@ -180,8 +188,7 @@ class Trainer:
         )
         with _in_words_of_python():
             found = configurations.checked(plan, meanwhile=lambda: launch.begin(self.config, shown))
-        rows = self._asked.rows
-        program = Program(self._asked.objects, None if rows is None else rows.path, shown)
+        program = Program(self._asked.objects, self._asked.files, shown)
         self._under_way = BackgroundRun(
             self.config, program, resume=resume, overwrite=overwrite, found=found
         )

@@ -45,6 +45,16 @@ class StepRules:
     max_missing_share: float = 0.1
     """The largest share of a batch's tokens that may come without a log-probability."""
     on_alarm: Literal["warn", "skip", "stop"] = "warn"
+    epochs_per_step: int = 1
+
+    @property
+    def num_updates(self) -> int:
+        """The updates of a step, those of all its epochs."""
+        return self.updates_per_step * self.epochs_per_step
+
+    def mini_batches(self, tokens: LossTokens) -> list[Index]:
+        """The tokens of each update of the step, in their order."""
+        return tokens.mini_batches(self.updates_per_step) * self.epochs_per_step
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,7 +161,7 @@ class Stepper:
         record = self._update_policy(judged.tokens, version=version, learning_rate=rate)
         record.critic = self._critic.learn(
             judged,
-            tokens.mini_batches(self._rules.updates_per_step),
+            self._rules.mini_batches(tokens),
             rate_factor=self._schedule.factor(number),
         )
         return record, judged.tokens
@@ -159,7 +169,7 @@ class Stepper:
     def _update_policy(
         self, tokens: LossTokens, *, version: Version, learning_rate: float
     ) -> StepRecord:
-        num_updates = self._rules.updates_per_step
+        num_updates = self._rules.num_updates
         record = StepRecord.of(tokens, masks=tuple(self._objective.loss.masks))
         proximal = None
         if tokens.num_tokens and self._objective.needs_scores(updates_per_step=num_updates):
@@ -167,7 +177,7 @@ class Stepper:
         reference = None
         if tokens.num_tokens and self._reference is not None:
             reference = self._reference.scores(tokens.predictions)
-        chosen_of_update = tokens.mini_batches(num_updates)
+        chosen_of_update = self._rules.mini_batches(tokens)
         for number, chosen in enumerate(chosen_of_update):
             progress = number / len(chosen_of_update)
             update = Update(tokens, chosen, proximal, reference, progress)

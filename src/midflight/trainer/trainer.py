@@ -220,6 +220,7 @@ def trainer_of(
         ),
         adam=Adam(
             section.learning_rate,
+            betas=(0.9, section.adam_beta2),
             weight_decay=section.weight_decay,
             max_grad_norm=section.max_grad_norm,
         ),
@@ -238,6 +239,7 @@ def trainer_of(
             config.rollout.max_staleness,
             section.max_missing_share,
             section.on_alarm,
+            section.epochs_per_step,
         ),
         temperature=config.environment.temperature,
         ranks=ranks,

@@ -25,6 +25,7 @@ def environment_class(factory: Factory, *, name: str | None = None) -> type:
         )
     body: dict[str, Any] = {
         "__init__": _making(factory),
+        "__getattr__": _attribute_of_made,
         "reset": _resetting(without="environment" if name else ""),
         "__doc__": found.__doc__,
         "__module__": found.__module__,
@@ -44,6 +45,13 @@ def _making(factory: Factory) -> Callable[[Any], None]:
         self.made = factory()
 
     return __init__
+
+
+def _attribute_of_made(self: Any, name: str) -> Any:
+    """An attribute of the object that was made, for reward functions that look at it."""
+    if name == "made":  # not made yet
+        raise AttributeError(name)
+    return getattr(self.made, name)
 
 
 def _resetting(*, without: str) -> Callable[..., Any]:

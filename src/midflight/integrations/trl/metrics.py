@@ -1,5 +1,5 @@
-"""The numbers of a step under the names of trl 1.16's asynchronous trainer. Numbers that we do not
-measure are left out.
+"""The numbers of a step under the names of trl 1.16's trainers. Numbers that we do not measure are
+left out.
 """
 
 from collections.abc import Mapping
@@ -45,6 +45,8 @@ SAME = {
     "tools/exhausted": "tools/loop_exhausted_frac",
 }
 """Our names with trl's. The names of trl 1.18, which are GRPO's, are among them."""
+ASYNCHRONOUS = ("sample/", "batch/", "perf/", "rollout/")
+"""The beginnings of names that `GRPOTrainer` has not."""
 
 
 def trl_metrics(line: StepLine, *, group_size: int) -> Mapping[str, float]:
@@ -65,4 +67,28 @@ def trl_metrics(line: StepLine, *, group_size: int) -> Mapping[str, float]:
     pause = found.get("perf/weight_sync_pause_s", 0.0)
     found["perf/weight_sync_s"] = transfer + pause
     found["sample/dropped_stale_total"] = float((line.dropped or {}).get("stale", 0))
+    return found
+
+
+def grpo_metrics(line: StepLine) -> Mapping[str, float]:
+    """The names of `GRPOTrainer`. `kl` is left out: there it is the divergence from the reference,
+    which is trained on and not measured. What reward functions measured has the names they gave.
+    """
+    ours = metrics_of(line)
+    found: dict[str, float] = {}
+    for mine, theirs in SAME.items():
+        is_theirs = not theirs.startswith(ASYNCHRONOUS) and theirs not in ("kl", "ratio")
+        if mine in ours and is_theirs:
+            found[theirs] = ours[mine]
+    for name, value in ours.items():
+        if name.startswith("rollout/reward/"):
+            found[f"rewards/{name.removeprefix('rollout/reward/')}/mean"] = value
+    for name, value in (line.metrics or {}).items():
+        if not name.startswith(("tools/", "rewards/")):
+            found[name] = value
+    low = found.get("clip_ratio/low_mean")
+    high = found.get("clip_ratio/high_mean")
+    if low is not None and high is not None:
+        found["clip_ratio/region_mean"] = low + high
+    found["step_time"] = line.step_seconds
     return found

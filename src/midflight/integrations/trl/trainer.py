@@ -1,25 +1,28 @@
-"""The `AsyncGRPOTrainer` of trl 1.16 over a run of ours. Engines, agents and rewards are started
-here, so no server of vLLM is needed.
+"""What trl's two trainers have in common, over a run of ours. Engines, agents and rewards are
+started here, so no server of vLLM is needed.
 """
 
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from midflight.errors import ConfigError
 from midflight.integrations.trl.config import AsyncGRPOConfig
 from midflight.integrations.trl.environments import environment_class, rows_of_environments
+from midflight.integrations.trl.grpo_config import GRPOConfig
 from midflight.integrations.trl.metrics import trl_metrics
+from midflight.integrations.trl.reward_functions import reward_functions
 from midflight.observe.learning import means
-from midflight.observe.lines import CheckpointLine, StepLine
+from midflight.observe.lines import CheckpointLine, EvaluationLine, StepLine
 from midflight.observe.summary import Summary
 from midflight.python.trainer import Trainer
 
 Row = Mapping[str, Any]
+Config = TypeVar("Config", AsyncGRPOConfig, GRPOConfig)
 
 
 class TrainOutput(NamedTuple):
@@ -30,77 +33,91 @@ class TrainOutput(NamedTuple):
     metrics: dict[str, float]
 
 
-class AsyncGRPOTrainer:
-    """Takes trl's arguments; docs/from-trl.md gives the counterpart of each. Raises `ConfigError`
-    for an argument that has no meaning here, and names the one to use.
+class TrlArguments(NamedTuple):
+    """The arguments that both trainers take. Their names are trl's."""
+
+    model: Any
+    reward_funcs: Any
+    args: AsyncGRPOConfig | GRPOConfig
+    train_dataset: Any
+    processing_class: Any
+    callbacks: Sequence[Any] | None
+    optimizers: tuple[Any, Any]
+    peft_config: Any
+    tools: Sequence[Any] | None
+    environment_factory: Any
+
+
+class TrlTrainer:
+    """Makes a run of trl's arguments, and tells it by trl's names. Raises `ConfigError` for an
+    argument that has no meaning here, and names the one to use.
     """
 
     def __init__(
         self,
-        model: str,
-        reward_funcs: Callable[..., Any] | list[Callable[..., Any]] | None = None,
-        args: AsyncGRPOConfig | None = None,
-        train_dataset: Any = None,
-        processing_class: Any = None,
-        callbacks: list[Any] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        peft_config: Any = None,
-        tools: list[Callable[..., Any]] | None = None,
-        environment_factory: Any = None,
-        rollout_worker: Any = None,
-        weight_transfer: Any = None,
+        given: TrlArguments,
+        *,
+        heldout: Any = None,
+        shuffle: bool | None = None,
+        weights: Sequence[float] | None = None,
     ) -> None:
-        _check_model(model)
-        _check_swapped(
-            optimizers=optimizers, rollout_worker=rollout_worker, weight_transfer=weight_transfer
-        )
-        _check_tokenizer(processing_class, model)
-        self.args = args or AsyncGRPOConfig(f"{Path(model).name}-AsyncGRPO")
-        if not isinstance(self.args, AsyncGRPOConfig):  # pyright: ignore[reportUnnecessaryIsInstance] (a user's)
-            raise ConfigError(
-                f"args is {type(args).__name__}; import AsyncGRPOConfig from "
-                "midflight.integrations.trl too."
-            )
-        rows, num_rows = _rows(train_dataset, environment_factory, self.args)
+        """`heldout` are rows for evaluation. `weights` are those of the reward functions."""
+        _check_model(given.model)
+        _check_optimizers(given.optimizers)
+        model = str(given.model)
+        _check_tokenizer(given.processing_class, model)
+        self.args = given.args
+        self.args.check()
+        rows, num_rows = _rows(given.train_dataset, given.environment_factory, self.args)
         tables = self.args.tables(model=model, num_rows=num_rows)
-        tables["lora"] = _lora(peft_config)
-        steps = tables["run"]["steps"]
-        self.callbacks: list[Any] = list(callbacks or [])
+        tables["lora"] = lora_options(given.peft_config)
+        environments = _environments(given.environment_factory)
+        self.callbacks: list[Any] = list(given.callbacks or [])
+        self._steps: int = tables["run"]["steps"]
+        self._per_epoch = self.args.per_epoch(num_rows, steps=self._steps)
+        self._updates = self.args.updates_per_step
         self.state = SimpleNamespace(
-            global_step=0, max_steps=steps, epoch=0.0, log_history=[], is_world_process_zero=True
+            global_step=0,
+            max_steps=self._steps * self._updates,
+            num_train_epochs=self.args.num_train_epochs,
+            epoch=0.0,
+            log_history=list[dict[str, float]](),
+            is_world_process_zero=True,
+            is_local_process_zero=True,
         )
         self.control: Any = SimpleNamespace(
-            should_training_stop=False, should_save=False, should_evaluate=False, should_log=False
+            should_training_stop=False,
+            should_epoch_stop=False,
+            should_save=False,
+            should_evaluate=False,
+            should_log=False,
+        )
+        self.accelerator = SimpleNamespace(
+            is_main_process=True, is_local_main_process=True, num_processes=1, print=print
         )
         self._seen: list[Mapping[str, float]] = []
-        self._num_rows = num_rows
-        self.trainer = self._trainer(
-            model, rows, reward_funcs, tools or [], _environments(environment_factory), tables
-        )
-        for note in self.args.notes:
-            warnings.warn(note, stacklevel=2)
-
-    def _trainer(
-        self,
-        model: str,
-        rows: Any,
-        rewards: Any,
-        tools: Sequence[Any],
-        environments: Sequence[type],
-        tables: dict[str, dict[str, Any]],
-    ) -> Trainer:
-        return Trainer(
+        self._has_rows = num_rows is not None
+        self._model = model
+        self._asked: dict[str, Any] = {
+            "prompt": "prompt",
+            "shuffle": shuffle,
+            "rewards": reward_functions(given.reward_funcs, environments, weights=weights),
+            "tools": [*(given.tools or []), *environments],
+            "folder": self.args.output_dir or "trainer_output",
+            "progress": not self.args.disable_tqdm,
+        }
+        self.trainer = Trainer(
             model,
             rows,
-            prompt="prompt",
-            rewards=_rewards(rewards, environments),
-            tools=[*tools, *environments],
-            folder=self.args.output_dir or "trainer_output",
             config=tables,
-            progress=not self.args.disable_tqdm,
+            heldout=heldout,
             on_step=self._stepped,
             on_checkpoint=self._saved,
+            on_evaluation=self._evaluated,
+            **self._asked,
         )
+        for note in self.args.notes:
+            warnings.warn(note, stacklevel=3)
 
     # --- trl's methods ----------------------------------------------------------------------------
 
@@ -129,17 +146,34 @@ class AsyncGRPOTrainer:
         """Copies the trained model's folder. It is there already, as `model` in
         `args.output_dir`.
         """
-        trained = self.trainer.folder / "model"
-        if not trained.is_dir():
-            raise ConfigError(f"{self.trainer.folder} has no trained model yet; train first.")
+        trained = self._trained()
         if output_dir is not None and Path(output_dir).resolve() != trained.resolve():
             shutil.copytree(trained, output_dir, dirs_exist_ok=True)
 
-    def evaluate(self, *args: Any, **kwargs: Any) -> Mapping[str, float]:
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> None:
         raise ConfigError(
-            "trl's asynchronous trainer has no evaluation; use midflight.Trainer with heldout, and "
-            "its evaluate()."
+            f"push_to_hub: nothing is sent to a hub from here; upload {self.trainer.folder}/model, "
+            "or what save_model(DIR) wrote, with the hub's own client."
         )
+
+    @property
+    def model(self) -> Any:
+        """The trained model, or before there is one the model to begin with, as transformers loads
+        it from its folder. It is another object each time.
+        """
+        from transformers import AutoModelForCausalLM
+
+        trained = self.trainer.folder / "model"
+        return AutoModelForCausalLM.from_pretrained(
+            trained if trained.is_dir() else self._model, local_files_only=True
+        )
+
+    @property
+    def processing_class(self) -> Any:
+        """The tokenizer in the model's folder, as transformers loads it."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self._model, local_files_only=True)
 
     def add_callback(self, callback: Any) -> None:
         self.callbacks.append(callback() if isinstance(callback, type) else callback)
@@ -149,25 +183,44 @@ class AsyncGRPOTrainer:
             one for one in self.callbacks if one is not callback and type(one) is not callback
         ]
 
+    def _trained(self) -> Path:
+        trained = self.trainer.folder / "model"
+        if not trained.is_dir():
+            raise ConfigError(f"{self.trainer.folder} has no trained model yet; train first.")
+        return trained
+
     # --- What a run tells -------------------------------------------------------------------------
 
+    def metrics_of(self, line: StepLine) -> Mapping[str, float]:
+        """The numbers of a step by trl's names."""
+        return trl_metrics(line, group_size=self.args.num_generations)
+
     def _stepped(self, line: StepLine) -> None:
-        self.state.global_step = line.step
-        if self._num_rows:
-            self.state.epoch = line.step * self.args.groups_per_step / self._num_rows
+        self.state.global_step = line.step * self._updates
+        if self._has_rows:
+            self.state.epoch = line.step / self._per_epoch
         self._tell("on_step_end")
-        self._seen.append(trl_metrics(line, group_size=self.args.num_generations))
-        is_due = line.step % max(1, int(self.args.logging_steps)) == 0
-        if is_due or line.step == self.state.max_steps:
-            logs = {**means(self._seen), "step": line.step, "epoch": self.state.epoch}
+        self._seen.append(self.metrics_of(line))
+        if self.args.is_logged(line.step, steps=self._steps, per_epoch=self._per_epoch):
+            self._log(means(self._seen), step=line.step)
             self._seen.clear()
-            self.state.log_history.append(logs)
-            self._tell("on_log", logs=logs)
         if self.control.should_training_stop:
             self.trainer.stop()
 
+    def _log(self, found: Mapping[str, float], *, step: int) -> None:
+        """Logs what was measured of a step of ours, or of the version that it made."""
+        epoch = step / self._per_epoch if self._has_rows else 0.0
+        logs = {**found, "step": step * self._updates, "epoch": epoch}
+        self.state.log_history.append(logs)
+        if self.args.disable_tqdm:
+            self.accelerator.print({name: value for name, value in logs.items() if name != "step"})
+        self._tell("on_log", logs=logs)
+
     def _saved(self, line: CheckpointLine) -> None:
         self._tell("on_save")
+
+    def _evaluated(self, line: EvaluationLine) -> None:
+        """Hears one source of an evaluation. Only trainers with `heldout` have any."""
 
     def _tell(self, event: str, **more: Any) -> None:
         for callback in self.callbacks:
@@ -181,21 +234,33 @@ class AsyncGRPOTrainer:
     def _output(self, summary: Summary) -> TrainOutput:
         losses = [logs["loss"] for logs in self.state.log_history if "loss" in logs]
         loss = sum(losses) / len(losses) if losses else 0.0
+        steps = summary.steps * self._updates
         metrics = {
             "train_runtime": summary.seconds,
-            "train_steps_per_second": summary.steps / summary.seconds if summary.seconds else 0.0,
+            "train_steps_per_second": steps / summary.seconds if summary.seconds else 0.0,
+            "train_loss": loss,
         }
-        return TrainOutput(summary.steps, loss, metrics)
+        return TrainOutput(steps, loss, metrics)
 
 
 # --- Arguments ------------------------------------------------------------------------------------
 
 
+def checked_args(args: Any, wanted: type[Config]) -> Config:
+    """The configuration. Raises `ConfigError` if it is another class, such as trl's own."""
+    if not isinstance(args, wanted):
+        raise ConfigError(
+            f"args is {type(args).__name__}; import {wanted.__name__} from "
+            "midflight.integrations.trl too."
+        )
+    return args
+
+
 def _check_model(model: object) -> None:
     if not isinstance(model, str | Path):
         raise ConfigError(
-            f"model is {type(model).__name__}; give the path of a model folder, as trl's "
-            "asynchronous trainer takes a text."
+            f"model is {type(model).__name__}; give the path of its folder. "
+            "model.save_pretrained(DIR) and tokenizer.save_pretrained(DIR) write one."
         )
     if not Path(model).is_dir():
         raise ConfigError(
@@ -204,23 +269,11 @@ def _check_model(model: object) -> None:
         )
 
 
-def _check_swapped(
-    *, optimizers: tuple[Any, Any], rollout_worker: Any, weight_transfer: Any
-) -> None:
+def _check_optimizers(optimizers: tuple[Any, Any]) -> None:
     if any(part is not None for part in optimizers):
         raise ConfigError(
             "optimizers: the optimiser is AdamW in the trainer's own process; set learning_rate, "
             "lr_scheduler_type, weight_decay."
-        )
-    if rollout_worker is not None:
-        raise ConfigError(
-            "rollout_worker: agents of your own are an environment (docs/environments.md), or "
-            "workers that claim (docs/sessions.md)."
-        )
-    if weight_transfer is not None:
-        raise ConfigError(
-            "weight_transfer: versions travel by weights.transport in the configuration of "
-            "midflight.Trainer (docs/weight-sync.md)."
         )
 
 
@@ -240,7 +293,7 @@ def _check_tokenizer(processing_class: Any, model: str) -> None:
         )
 
 
-def _rows(data: Any, factory: Any, args: AsyncGRPOConfig) -> tuple[Any, int | None]:
+def _rows(data: Any, factory: Any, args: AsyncGRPOConfig | GRPOConfig) -> tuple[Any, int | None]:
     """The rows, and how many there are, if that is known."""
     if data is None:
         if factory is None:
@@ -251,7 +304,7 @@ def _rows(data: Any, factory: Any, args: AsyncGRPOConfig) -> tuple[Any, int | No
         if args.max_steps <= 0:
             raise ConfigError(
                 "without a train_dataset max_steps must say how long to train; set it in "
-                "AsyncGRPOConfig."
+                f"{args.title}."
             )
         rows = rows_of_environments(factory, number=args.groups_per_step)
         return rows, len(rows)
@@ -260,31 +313,14 @@ def _rows(data: Any, factory: Any, args: AsyncGRPOConfig) -> tuple[Any, int | No
             f"train_dataset is {str(data)!r}; load it, as trl wants a Dataset, or use "
             "midflight.Trainer(data=...)."
         )
+    if isinstance(data, Mapping):
+        names = ", ".join(map(str, cast("Mapping[Any, Any]", data)))
+        raise ConfigError(f"train_dataset is a dict of {names:.80}: give one of its splits.")
     if hasattr(data, "__len__"):
         if len(data) and "prompt" not in data[0]:
             raise ConfigError(f"train_dataset has no column `prompt`; it has {', '.join(data[0])}.")
         return data, len(data)
     return islice(cast("Iterable[Row]", data), args.steps(None) * args.groups_per_step), None
-
-
-def _rewards(given: Any, environments: Sequence[type]) -> list[Callable[..., Any]]:
-    functions: list[Any] = []
-    if isinstance(given, list | tuple):
-        functions = list(cast("Sequence[Any]", given))
-    elif given is not None:
-        functions = [given]
-    for function in functions:
-        if not callable(function):
-            raise ConfigError(
-                f"reward_funcs has {function!r:.80}, expected a function; a reward model is one "
-                "that you call in a function."
-            )
-    if not functions and not any(hasattr(environment, "reward") for environment in environments):
-        raise ConfigError(
-            "nothing gives a reward: pass reward_funcs, or an environment_factory whose "
-            "environment has `get_reward`."
-        )
-    return functions
 
 
 def _environments(factory: Any) -> list[type]:
@@ -306,22 +342,20 @@ LORA = (
     "target_modules",
     "base_model_name_or_path",
     "inference_mode",
-    "bias",
-    "lora_bias",
 )
 """The options of a `LoraConfig` that are understood. Any other that differs from its default is
 refused.
 """
 
 
-def _lora(peft_config: Any) -> dict[str, Any]:
+def lora_options(peft_config: Any) -> dict[str, Any]:
     if peft_config is None:
         return {}
     options: dict[str, Any]
     plain: dict[str, Any]
     if isinstance(peft_config, dict):
         options = cast("dict[str, Any]", peft_config)
-        plain = {}
+        plain = {"bias": "none"}
     else:
         options = dict(vars(peft_config))
         plain = vars(type(peft_config)())

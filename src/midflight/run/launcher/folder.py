@@ -27,6 +27,9 @@ CONFIG = "config.toml"
 JOURNAL = "metrics.jsonl"
 ROWS = "data.jsonl"
 """The rows that a Python program gave as data, one object a line."""
+HELDOUT_ROWS = "data-heldout.jsonl"
+"""The rows that it gave to be held out."""
+GIVEN_ROWS = (ROWS, HELDOUT_ROWS)
 POSTED = "posted.jsonl"
 """The tasks that clients posted. Only `--overwrite` removes this file."""
 PRODUCTS = (
@@ -97,7 +100,8 @@ def prepare(folder: Path, config: Config, *, resume: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if not resume:
             clear(folder)
-            (folder / ROWS).unlink(missing_ok=True)
+            for name in GIVEN_ROWS:
+                (folder / name).unlink(missing_ok=True)
             for name in (LOGS, FAILED_LOGS):
                 shutil.rmtree(folder / name, ignore_errors=True)
         (folder / JOURNAL).touch()
@@ -144,7 +148,7 @@ def places_of(folder: Path, config: Config) -> list[ReplacedFiles]:
     """The places of the run that a run of this configuration would replace: the folder, and its
     store if that is elsewhere.
     """
-    names = (*PRODUCTS, ROWS, POSTED, CONFIG, *DRAFTS, LOGS, *TRACKED, *MODELS)
+    names = (*PRODUCTS, *GIVEN_ROWS, POSTED, CONFIG, *DRAFTS, LOGS, *TRACKED, *MODELS)
     own = ReplacedFiles(".", None, names)
     disks = {
         disk

@@ -19,7 +19,7 @@ from midflight.run.endpoint import ControlToken, control_token
 from midflight.run.launcher import opening
 from midflight.run.launcher.checks.check import Findings
 from midflight.run.launcher.checks.folder import check_run_folder
-from midflight.run.launcher.folder import CONFIG, ROWS, kept, prepare, set_aside
+from midflight.run.launcher.folder import CONFIG, kept, prepare, set_aside
 from midflight.run.launcher.folder_lock import hold_folder
 from midflight.run.launcher.permissions import close_store
 from midflight.run.launcher.program import Program
@@ -88,12 +88,10 @@ def train(
         hold_folder(folder, terminal.say, group=config.run.share_with_group) as lock,
     ):
         # again: while it was not held, another process may have used it
-        check_run_folder(
-            config, resume=resume, overwrite=overwrite, gives_rows=program.rows is not None
-        )
+        check_run_folder(config, resume=resume, overwrite=overwrite, gives_rows=bool(program.rows))
         _begin_in(folder, config, resume=resume, say=terminal.say)
-        if program.rows is not None:
-            shutil.copyfile(program.rows, folder / ROWS)
+        for name, rows in program.rows.items():
+            shutil.copyfile(rows, folder / name)
         terminal.say(opening.training(config, own_loss=found.own_loss))
         _say_notes(terminal, found)
         run = Run(

@@ -1,6 +1,6 @@
 """The Python program that starts a run, if that is not our command line."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,8 +23,8 @@ class Program:
 
     objects: bytes = given.NOTHING
     """The objects that the run's processes receive from it, packed."""
-    rows: Path | None = None
-    """A file with the program's data. The run's folder gets a copy."""
+    rows: Mapping[str, Path] = field(default_factory=dict[str, Path])
+    """Files with the program's data, by the names of the copies that the run's folder gets."""
     console: Console | None = None
     """The console on which the run is shown. None is standard output."""
     stop: Shutdown = field(default_factory=Shutdown)

@@ -23,8 +23,8 @@ from midflight.run.launcher import replaced_files
 from midflight.run.launcher.checks.check import Caller, Finding, Plan, ok, warning
 from midflight.run.launcher.checks.model import check_same_model
 from midflight.run.launcher.folder import (
+    GIVEN_ROWS,
     JOURNAL,
-    ROWS,
     can_go_on,
     kept,
     num_bytes_of_run,
@@ -127,7 +127,7 @@ def _check_apart(config: Config, folder: Path, *, gives_rows: bool) -> None:
     """Raises `ConfigError` if a run reads something that it removes when it begins."""
     removed = [(folder / name).resolve() for name in places_of(folder, config)[0].names]
     for key, path in _paths(config.model_dump()):
-        if gives_rows and path == folder / ROWS:
+        if gives_rows and path.parent == folder and path.name in GIVEN_ROWS:
             continue
         if any(path.resolve().is_relative_to(one) for one in removed):
             raise ConfigError(
