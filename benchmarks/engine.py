@@ -50,7 +50,6 @@ from torch.nn.functional import linear
 from transformers import DynamicCache
 
 from midflight.engines.embedded.engine import EmbeddedEngine
-from midflight.engines.embedded.prefixes import PrefixRoom
 from midflight.models import plain
 from midflight.models.caches import cache_name
 from midflight.models.sizes import FAMILIES
@@ -252,7 +251,7 @@ def long_engine(hidden: int, *, running: int, prefix_bytes: int, guesses: int) -
         small_model(hidden, context=LONG_CONTEXT),
         running=running,
         context=LONG_CONTEXT,
-        prefixes=PrefixRoom(prefix_bytes),
+        prefix_bytes=prefix_bytes,
         guesses=guesses,
     )
 

@@ -12,7 +12,6 @@ from tests.models.tiny import MAX_CONTEXT, tiny_model
 from transformers import PreTrainedModel
 
 from midflight.engines.embedded.engine import EmbeddedEngine
-from midflight.engines.embedded.prefixes import PrefixRoom
 from midflight.engines.embedded.weights import tensors_fingerprint
 from midflight.errors import WeightsCorrupt
 from midflight.models.names import dtype_name, named_tensors
@@ -73,7 +72,6 @@ def make_engine(
     max_batch_tokens: int = 64,
     pause_lease_seconds: float = 30.0,
     records_experts: bool = False,
-    prefix_age: int = 0,
     guesses: int = 0,
     owns_model: bool = False,
 ) -> EmbeddedEngine:
@@ -88,7 +86,6 @@ def make_engine(
         max_context=MAX_CONTEXT,
         pause_lease_seconds=pause_lease_seconds,
         records_experts=records_experts,
-        prefixes=PrefixRoom(age=prefix_age),
         guesses=guesses,
         owns_model=owns_model,
     )

@@ -69,7 +69,7 @@ def test_i2_versions_that_are_published_every_few_steps_keep_the_bound_and_the_r
 @pytest.mark.parametrize("seed", range(4))
 def test_i3_i10_an_environment_that_fails_costs_its_rollout_and_never_becomes_a_reward(tmp_path: Path, seed: int) -> None:
     async def main() -> Site:
-        site = Site(config(staleness=1, size=3, min_group_size=2), tmp_path, engines=fast_engines(2), agents=Agents(seed, failing=0.3))
+        site = Site(config(staleness=1, size=3), tmp_path, engines=fast_engines(2), agents=Agents(seed, failing=0.3))
         await site.run()
         return site
 

@@ -78,8 +78,8 @@ def batch_bytes(config: Config) -> int:
 
 
 def min_group_size(rollout: RolloutSection) -> int:
-    """Scored rollouts a group needs: `min_group_size`, else ceil(n / 2)."""
-    return rollout.min_group_size or math.ceil(rollout.group_size / 2)
+    """Scored rollouts a group needs: ceil(n / 2)."""
+    return math.ceil(rollout.group_size / 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,14 +292,10 @@ def trains_by_hand(config: Config, sizes: ModelSizes) -> bool:
 
 def engines_option(config: Config) -> str:
     """The option that says how many engines there are."""
-    engine = config.engine
-    cluster = config.cluster
-    if engine.urls:
+    if config.engine.urls:
         return "engine.urls"
-    if engine.servers:
+    if config.engine.servers:
         return "engine.servers"
-    if cluster.kind != "local" and cluster.engines_max is not None:
-        return "cluster.engines_max"
     return "engine.count"
 
 

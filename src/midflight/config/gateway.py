@@ -8,25 +8,25 @@ from midflight.config.section import NonNegative, Port, Positive, Seconds, Secti
 
 class GatewaySection(Section):
     host: str = "127.0.0.1"
-    """Address to listen on; anything but loopback exposes the endpoint."""
+    """Address to listen on; anything but loopback exposes the endpoint. It is for agents on other
+    machines.
+    """
     port: Port = 0
     """0 takes a free port."""
-    hosts: tuple[str, ...] = ()
-    """Names by which clients may ask an endpoint on loopback, beside loopback's own, such as that
-    of a proxy; `*` is any. If any name were allowed, a web page could make its visitors' browsers
-    ask (DNS rebinding).
-    """
     public_url: str = ""
     """The beginning of the addresses of sessions given over HTTP, and of `client.public_url`, for
     agents on other machines, such as `https://proxy.example`. If it is empty, they have the address
-    of the connection that asked. The endpoint answers to its name too.
+    of the connection that asked. An endpoint on loopback answers to loopback's names and to this
+    one's. If any name were allowed, a web page could make its visitors' browsers ask (DNS
+    rebinding).
     """
     private_metrics: bool = False
     """`/metrics` asks for the control token."""
     strict: bool = False
     """Refuse by name fields that have no effect on the text, and limits above the room there is.
     Without this option such a field is ignored and named in a header of the answer
-    (`x-midflight-ignored`), and such a limit is lowered (`x-midflight-clamped`).
+    (`x-midflight-ignored`), and such a limit is lowered (`x-midflight-clamped`). It is for those
+    who move a client here and want to know what it loses.
     """
     request_seconds: Seconds = 120.0
     """How long an answer may go without one new token on an engine that serves it; pauses, and
@@ -35,18 +35,22 @@ class GatewaySection(Section):
     and so does its answer, for a retry.
     """
     max_sessions: Positive = 10_000
-    """Live sessions, and requests under way; further ones are answered 429."""
+    """Live sessions, and requests under way; further ones are answered 429. It is for those who
+    serve more agents, or have little memory.
+    """
     drain_seconds: NonNegative = 20.0
     """An engine that leaves the run may finish its requests for so long; the others go on on other
-    engines. Larger moves fewer requests, and lets go of machines later.
+    engines. Larger moves fewer requests, and lets go of machines later. It is for machines that are
+    taken away at short notice.
     """
     tool_format: Literal["auto", "none", "hermes", "llama3", "mistral", "qwen_coder"] = "auto"
     """How the model writes tool calls; `auto` finds it in the chat template or the special tokens,
-    else it is `hermes`; `none` reads no calls but forced ones, in Hermes form.
+    else it is `hermes`; `none` reads no calls but forced ones, in Hermes form. A name is for models
+    whose template does not show it.
     """
     reasoning_format: Literal["auto", "none", "think", "mistral"] = "auto"
     """The markers between which the model thinks before it answers; `auto` finds them as above,
-    `none` leaves thinking in the content.
+    `none` leaves thinking in the content. A name is for models whose template does not show them.
     """
     shards: Positive = 1
     """Rollout processes that `train` starts, each with a gateway, agents, buffer and store of its
@@ -59,8 +63,6 @@ class GatewaySection(Section):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that the endpoint answers to, beside those of loopback: `hosts`, and that of
-        `public_url`.
-        """
+        """The names that the endpoint answers to, beside those of loopback."""
         public = urlsplit(self.public_url).hostname
-        return (*self.hosts, public) if public else self.hosts
+        return (public,) if public else ()

@@ -266,7 +266,7 @@ def _engines_memory(
     kept = number * e.prefix_mb * 2**20
     if trains:
         of_one_version = in_flight(config) + batch_rollouts(config.rollout)
-        kept = min(kept, of_one_version * (1 + e.prefix_age) * row)
+        kept = min(kept, of_one_version * row)
     yield MemoryItem("engines", f"{number} x the process", number * each, (how_many,))
     yield MemoryItem(
         "engines",

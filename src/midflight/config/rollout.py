@@ -13,7 +13,9 @@ class RolloutSection(Section):
     groups_per_step: Positive = 16
     """B: groups (tasks) one step trains on; larger gives a steadier gradient and a slower step."""
     group_size: Positive = 8
-    """n: rollouts of one task; larger estimates the advantage better."""
+    """n: rollouts of one task; larger estimates the advantage better. A group of which fewer than
+    half have a reward is dropped.
+    """
     max_in_flight: Positive | None = None
     """Rollouts running at once; larger hides more latency and makes tokens older. Default: as many
     as the engines hold just now, at most (S + 1) * B * n.
@@ -21,7 +23,9 @@ class RolloutSection(Section):
     max_staleness: Count = 4
     """S: no trained token is older than this many versions. 0 is the synchronous loop."""
     stale_policy: StalePolicy = StalePolicy.WAIT
-    """How groups are treated that would grow too old."""
+    """How groups are treated that would grow too old. It is for those who compare what published
+    systems do.
+    """
     pause_mode: PauseMode | Literal["auto"] = "auto"
     """How engines pause for a commit: keep, recompute, abort, drain, or `auto` by the engine's
     capabilities.
@@ -30,20 +34,22 @@ class RolloutSection(Section):
     """Finished groups that may wait, in a quarter of the machine's memory; larger absorbs more
     variation. Default (S + 1) * B; less than B is refused.
     """
-    min_group_size: Positive | None = None
-    """Fewer scored rollouts than this drop the group. Default: half of `group_size`."""
     retries: Count = 1
-    """How often a rollout whose infrastructure failed is tried again."""
+    """How often a rollout whose infrastructure failed is tried again. Larger is for agents that
+    need services which fail at times.
+    """
     show_every: Count = 0
     """Steps between completions that terminal and journal show, with prompt and reward; 0 shows
-    none. Larger shows fewer.
+    none. Larger shows fewer. It is for those who read along, as with `log_completions` of trl.
     """
     show_completions: Positive = 2
     """How many of the step's rollouts are shown then, the first of each group in turn; larger shows
-    more.
+    more. It is for those who read along, too.
     """
     drop_zero_spread: bool = False
-    """Drop groups whose rewards are all equal, and draw others (DAPO's dynamic sampling)."""
+    """Drop groups whose rewards are all equal, and draw others (DAPO's dynamic sampling). It is for
+    sets in which most groups are alike.
+    """
 
 
 def rollout_contradictions(rollout: RolloutSection, *, max_sessions: int) -> Iterator[str]:
@@ -66,9 +72,4 @@ def rollout_contradictions(rollout: RolloutSection, *, max_sessions: int) -> Ite
             f"rollout.max_in_flight ({r.max_in_flight}) is more than gateway.max_sessions "
             f"({max_sessions}), beyond which rollouts are refused; lower it, or raise "
             "gateway.max_sessions"
-        )
-    if r.min_group_size is not None and r.min_group_size > r.group_size:
-        yield (
-            f"rollout.min_group_size ({r.min_group_size}) is more than rollout.group_size "
-            f"({r.group_size}), so every group would be dropped; lower it"
         )

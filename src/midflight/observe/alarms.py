@@ -32,8 +32,7 @@ WHY_DROPPED = {
         "or what it depends on"
     ),
     Reason.TOO_FEW: (
-        "too few of its rollouts could be scored; mend the environment, or lower "
-        "rollout.min_group_size"
+        "fewer than half of its rollouts could be scored; mend the environment or what it depends on"
     ),
     Reason.STALE: (
         "its tokens had grown too old; raise rollout.max_staleness, or let rollouts be shorter"

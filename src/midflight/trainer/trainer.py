@@ -28,7 +28,7 @@ from midflight.trainer.own_loss import objective_of
 from midflight.trainer.report import StepReport
 from midflight.trainer.schedule import Schedule
 from midflight.trainer.step import Stepper, StepRules
-from midflight.trainer.tokens import LossTokens, step_tokens
+from midflight.trainer.tokens import MAX_MISSING_SHARE, LossTokens, step_tokens
 from midflight.types import PackedBatch, Version
 
 
@@ -201,7 +201,7 @@ class PolicyTrainer:
                 f"{self.version}. Lease a batch for it."
             )
         check_fits(batch, self.model)
-        tokens = self._tokens(batch, max_missing_share=self._rules.max_missing_share)
+        tokens = self._tokens(batch, max_missing_share=MAX_MISSING_SHARE)
         report = self._stepper.take(batch, tokens, number=self.num_steps, version=self.version + 1)
         self.version = report.version
         self.num_steps += 1
@@ -259,7 +259,6 @@ def trainer_of(
         rules=StepRules(
             section.updates_per_step,
             config.rollout.max_staleness,
-            section.max_missing_share,
             section.on_alarm,
         ),
         temperature=config.environment.temperature,

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from midflight import types
 from midflight.engines.embedded.decode_thread import DecodeThread
 from midflight.engines.embedded.grammar import Constraint, Grammars
-from midflight.engines.embedded.prefixes import PrefixRoom
+from midflight.engines.embedded.prefixes import PREFIX_BYTES
 from midflight.engines.embedded.probe import served
 from midflight.engines.embedded.scheduler import Scheduler
 from midflight.engines.embedded.scoring import likely_tokens, portions, token_logprobs
@@ -76,13 +76,13 @@ class EmbeddedEngine:
         max_context: int,
         pause_lease_seconds: float = PAUSE_LEASE_SECONDS,
         version: types.Version = 0,
-        prefixes: PrefixRoom = PrefixRoom(),
+        prefix_bytes: int = PREFIX_BYTES,
         records_experts: bool = False,
         guesses: int = 0,
         owns_model: bool = False,
     ) -> None:
-        """`prefixes` limits the storage for requests that begin alike. With `records_experts` the
-        choices of a mixture's routers are recorded. At most `guesses` tokens are guessed ahead.
+        """`prefix_bytes` limits the keys, values and states that are kept for requests that begin
+        alike. With 0 each request computes its whole prompt. With `records_experts` the choices of a mixture's routers are recorded. At most `guesses` tokens are guessed ahead.
         With `owns_model` nothing else writes to the model's weights, so that copies of them may be
         used.
 
@@ -105,7 +105,12 @@ class EmbeddedEngine:
         runner, self._manner, self.warning = served(model, packs=owns_model, **sizes)
         self._weights = EngineWeights(model, receiver, version=version, lay_out=runner.laid_out)
         self._scheduler = Scheduler(
-            runner, version=version, prefixes=prefixes, routers=routers, guesses=guesses, **sizes
+            runner,
+            version=version,
+            prefix_bytes=prefix_bytes,
+            routers=routers,
+            guesses=guesses,
+            **sizes,
         )
         self._thread = DecodeThread(self._scheduler)
         self._runs = False

@@ -9,7 +9,7 @@ find it up to the last whole block. Slots stay in one piece, which attention ove
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,17 +20,8 @@ from midflight.types import UInt8, Version
 Ints = NDArray[np.int64]
 
 
-class PrefixRoom(NamedTuple):
-    """The limits of the stored prefixes."""
-
-    num_bytes: int = 2**28
-    """The limit on keys, values and states together. With 0 nothing is kept, and each request
-    computes its whole prompt.
-    """
-    age: int = 0
-    """The largest number of versions by which the weights that computed a span may be older than
-    the weights served.
-    """
+PREFIX_BYTES = 2**28
+"""The limit on keys, values and states together, unless another is given."""
 
 
 class SpanState(Protocol):

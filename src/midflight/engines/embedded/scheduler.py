@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from midflight.engines.embedded.experts import ExpertRecords
-from midflight.engines.embedded.prefixes import Prefixes, PrefixRoom
+from midflight.engines.embedded.prefixes import Prefixes
 from midflight.engines.embedded.prompt_lookup import guess
 from midflight.engines.embedded.runner import StepBatch
 from midflight.engines.embedded.sampler import Masks, SampledIds, sample
@@ -42,11 +42,11 @@ class Scheduler:
         max_batch_tokens: int,
         max_context: int,
         version: Version,
-        prefixes: PrefixRoom,
+        prefix_bytes: int,
         routers: Routers | None = None,
         guesses: int = 0,
     ) -> None:
-        """`prefixes` limits the storage for requests that begin alike. `routers` are the routers of
+        """`prefix_bytes` limits what is kept for requests that begin alike. `routers` are the routers of
         the model, if its choices of experts are recorded. At most `guesses` tokens are guessed
         ahead. None are guessed if a sequence cannot go back, or if the experts of its tokens are
         recorded. A runner that keeps nothing of a sequence has no use for prefixes or guesses.
@@ -60,8 +60,8 @@ class Scheduler:
         self._table = SlotTable(max_running=max_running, max_context=max_context)
         self._max_batch_tokens = max(max_batch_tokens, max_running)
         self._waiting: deque[Submission] = deque()
-        self._room = PrefixRoom(num_bytes=0) if runner.recomputes else prefixes
-        self._prefixes = Prefixes(runner, max_bytes=self._room.num_bytes, experts=self._experts)
+        self._prefix_bytes = 0 if runner.recomputes else prefix_bytes
+        self._prefixes = Prefixes(runner, max_bytes=self._prefix_bytes, experts=self._experts)
         self._turn = 0
         self._last_turn = np.zeros(max_running, dtype=np.int64)
         """The step in which each slot ran last, if steps have room for some whole
@@ -159,11 +159,7 @@ class Scheduler:
         """
         self.version = version
         self._leaders.clear()
-        self._prefixes.forget(before=self._oldest_usable)
-
-    @property
-    def _oldest_usable(self) -> Version:
-        return self.version - self._room.age
+        self._prefixes.forget(before=version)
 
     # --- A step -----------------------------------------------------------------------------------
 
@@ -439,14 +435,14 @@ class Scheduler:
         if known:
             table.cached[slot] = known
             table.kv_version[slot] = version
-        if self._room.num_bytes and len(prompt) - known > 1:
+        if self._prefix_bytes and len(prompt) - known > 1:
             self._leaders[prompt] = slot
             table.leading[slot] = True
 
     def _add_prefix(self, slot: int) -> None:
         table = self._table
         version = int(table.kv_version[slot])
-        if version >= self._oldest_usable:
+        if version >= self.version:
             self._prefixes.add(slot, table.tokens[slot, : table.cached[slot]], version=version)
 
     def _finished_before(self, submission: Submission) -> Finish | None:

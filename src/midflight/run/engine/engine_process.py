@@ -12,7 +12,6 @@ from midflight.config.sections import Config
 from midflight.config.weights import WeightsSection
 from midflight.engines.app import build_app
 from midflight.engines.embedded.engine import PAUSE_LEASE_SECONDS, EmbeddedEngine
-from midflight.engines.embedded.prefixes import PrefixRoom
 from midflight.engines.introduction import about_route
 from midflight.engines.relay import relay_steps
 from midflight.models.load import load_model
@@ -56,7 +55,7 @@ def make_engine(config: Config, model: Path, *, name: str, version: int) -> Embe
         max_context=config.model.max_context,
         pause_lease_seconds=lease_seconds(config.weights),
         version=version,
-        prefixes=PrefixRoom(section.prefix_mb * 2**20, section.prefix_age),
+        prefix_bytes=section.prefix_mb * 2**20,
         records_experts=config.correction.routing_replay,
         guesses=section.guesses,
         owns_model=name != TEACHER,  # which scores, and multiplies by the modules

@@ -35,9 +35,7 @@ class RunViewer:
         self._folder = Path(config.run.folder)
         self._log = self._folder / LOGS / "view.log"
         self._port = config.observe.view_port
-        self._wanted = (
-            config.observe.view == "auto" and importlib.util.find_spec("nicegui") is not None
-        )
+        self._wanted = importlib.util.find_spec("nicegui") is not None
         self._token = token
         self._say = say
 
