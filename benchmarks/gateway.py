@@ -2,6 +2,7 @@
 
     python benchmarks/gateway.py [--seconds 5] [--rounds 3] [--peers VENV] [--sessions 10000]
     python benchmarks/gateway.py --parts streams shards
+    python benchmarks/gateway.py --parts fleet [--engines 1 8 64 256 1000] [--requests 20000]
 
 The engine behind it is trivial (a letter a token, at once), so that the gateway is what is
 measured; every session and token is recorded as in training.
@@ -13,6 +14,18 @@ measured; every session and token is recorded as in training.
 | sessions | the memory of live sessions of 2 000 tokens over four turns |
 | streams | streams of one token a message: the shorter the engine's steps, the more tokens come, until the gateway is the limit; then several share a message |
 | shards | requests a second with one and with two gateways, each with an engine and clients of its own |
+| fleet | what a request and a handover cost where there are many engines: the fleet and the real handover, over scripted engines on virtual time |
+
+The columns of part `fleet`:
+
+| column | means |
+|---|---|
+| us a request | CPU microseconds to place a request and to end it, beside 64 others on each engine, half of them of sessions that stay where they were |
+| of one engine | times of the first row |
+| handover, CPU ms an engine | CPU of bringing a version to all, with 64 requests under way on each, by engine |
+| handover, virtual s | of commits of 80 ms each, one of each 64 engines at a time |
+| versions | served at the same time, at most |
+| idle | share of the engines' slots, 64 each, that hold no request that goes on: 64 agents for each engine ask again and again (answers of 8 s at the median, log-normal, sigma 0.75), and a version comes every 10 s or after the one before |
 
 `--peers` is a virtual environment with `litellm[proxy]` and `sglang-router`; without it they are
 left out.
@@ -22,8 +35,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
+import math
 import os
+import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -53,15 +70,31 @@ from harness.processes import (
 from harness.report import Report, make_parts
 from harness.rounds import alternate, median_of
 
+from midflight.allowance import Allowance
 from midflight.gateway.answers.answer import Answer
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.generation import Generator
 from midflight.gateway.answers.plan import EngineLimits
+from midflight.gateway.fleet.fleet import Fleet
 from midflight.gateway.sessions.request import Asked, CompletionCall, Messages
 from midflight.observe.prometheus import Metrics
+from midflight.testing.scripted import ScriptedEngine
+from midflight.testing.virtual_time import run_virtual
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
-from midflight.types import Chunk, Finish, FinishReason, GroupKey, Json, RolloutKey, SamplingParams
+from midflight.types import (
+    Chunk,
+    Finish,
+    FinishReason,
+    GroupKey,
+    Json,
+    PauseMode,
+    RolloutKey,
+    SamplingParams,
+    WeightManifest,
+)
+from midflight.types.facts import record_nothing
+from midflight.weights.handover import Handover
 
 PEERS = environment(
     LITELLM_LOG="ERROR",
@@ -403,12 +436,169 @@ def together(gateways: list[Server], connections: int, seconds: float) -> Figure
     return {"rps": rps, "cpu_us": cpu}
 
 
+# --- Many engines ---------------------------------------------------------------------------------
+
+TOKENS = 1000
+PIECES = 5
+"""The requests are measured in so many pieces; the median counts."""
+LOOK_SECONDS = 0.053
+VERSIONS = (1, 2, 3)
+
+
+def fleet_of(engines: int) -> Fleet:
+    made = Fleet()
+    for number in range(engines):
+        made.attach(ScriptedEngine(f"e{number}", commit_seconds=0.08))
+    return made
+
+
+async def busy_fleet(engines: int, *, beside: int) -> Fleet:
+    """Makes a fleet with so many requests under way on each engine."""
+    fleet = fleet_of(engines)
+    for _ in range(beside * engines):
+        await fleet.place(fleet.ticket(), tokens=TOKENS, affinity="", allowance=Allowance(600))
+    return fleet
+
+
+def handover_of(fleet: Fleet) -> Handover:
+    return Handover(
+        fleet,
+        pause_mode=PauseMode.RECOMPUTE,
+        stage_seconds=600,
+        commit_seconds=600,
+        record=record_nothing,
+    )
+
+
+def manifest_of(version: int) -> WeightManifest:
+    """Names weights that nobody fetches: scripted engines have none."""
+    return WeightManifest(version, f"print-{version}", "shared_memory", "nowhere", ())
+
+
+async def microseconds(engines: int, *, requests: int, beside: int) -> float:
+    """CPU to place one request and to end it."""
+    fleet = await busy_fleet(engines, beside=beside)
+    each = requests // PIECES
+    found: list[float] = []
+    for _ in range(PIECES):
+        began = time.process_time()
+        for number in range(each):
+            affinity = f"s{number % 2000}" if number % 2 else ""
+            placed = await fleet.place(
+                fleet.ticket(),
+                tokens=TOKENS + number % 700,
+                affinity=affinity,
+                allowance=Allowance(600),
+            )
+            fleet.leave(placed)
+        found.append((time.process_time() - began) / each * 1e6)
+    return statistics.median(found)
+
+
+async def handed_over(engines: int, *, beside: int) -> tuple[float, float]:
+    """CPU seconds and virtual seconds of a version, the mean of three in a row."""
+    fleet = await busy_fleet(engines, beside=beside)
+    handover = handover_of(fleet)
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    cpu = time.process_time()
+    for version in VERSIONS:
+        await handover.publish(manifest_of(version))
+    spent = time.process_time() - cpu
+    return spent / len(VERSIONS), (loop.time() - began) / len(VERSIONS)
+
+
+async def versions_served(engines: int) -> int:
+    """How many versions are served at the same time at most, while three come in a row."""
+    fleet = await busy_fleet(engines, beside=1)
+    handover = handover_of(fleet)
+    seen = [0]
+
+    async def watch() -> None:
+        while True:
+            seen.append(len({state.version for state in fleet.states()}))
+            await asyncio.sleep(0.03)
+
+    async with asyncio.TaskGroup() as group:
+        watching = group.create_task(watch())
+        for version in VERSIONS:
+            await handover.publish(manifest_of(version))
+        watching.cancel()
+    return max(seen)
+
+
+async def idle_share(engines: int, *, beside: int, seconds: float) -> float:
+    """The mean over virtual time of the share of slots without a request that goes on."""
+    fleet = fleet_of(engines)
+    handover = handover_of(fleet)
+    lengths = random.Random(engines)
+
+    async def ask() -> None:
+        while True:
+            length = lengths.lognormvariate(math.log(8), 0.75)
+            placed = await fleet.place(
+                fleet.ticket(), tokens=int(50 * length), affinity="", allowance=Allowance(600)
+            )
+            await asyncio.sleep(length)
+            fleet.leave(placed)
+
+    async def bring() -> None:
+        for version in itertools.count(1):
+            await asyncio.gather(asyncio.sleep(10), handover.publish(manifest_of(version)))
+
+    busy: list[float] = []
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(ask()) for _ in range(beside * engines)]
+        tasks.append(group.create_task(bring()))
+        await asyncio.sleep(seconds)  # until those who began together no longer end together
+        for _ in range(int(seconds / LOOK_SECONDS)):
+            await asyncio.sleep(LOOK_SECONDS)
+            going_on = 0
+            for state in fleet.states():
+                if not state.paused_by:
+                    going_on += min(state.num_requests, beside)
+            busy.append(going_on / (beside * engines))
+        for task in tasks:
+            task.cancel()
+    return 1 - statistics.mean(busy)
+
+
+def fleet(options: argparse.Namespace, report: Report) -> None:
+    table = report.table(
+        "engines",
+        "us a request",
+        f"of {options.engines[0]} engine",
+        "handover, CPU ms an engine",
+        "handover, virtual s",
+        "versions",
+        "idle",
+    )
+    first = 0.0
+    beside: int = options.beside
+    for engines in options.engines:
+        each = run_virtual(microseconds(engines, requests=options.requests, beside=beside))
+        first = first or each
+        cpu, seconds = run_virtual(handed_over(engines, beside=beside))
+        served = run_virtual(versions_served(engines))
+        idle = run_virtual(idle_share(engines, beside=beside, seconds=options.virtual_seconds))
+        table.row(
+            engines,
+            f"{each:.1f}",
+            f"{each / first:.2f}",
+            f"{cpu / engines * 1e3:.2f}",
+            f"{seconds:.2f}",
+            served,
+            f"{idle:.1%}",
+        )
+
+
 PARTS = {
     "servers": servers,
     "pauses": pauses,
     "sessions": sessions,
     "streams": streams,
     "shards": shards,
+    "fleet": fleet,
 }
 
 
@@ -433,6 +623,17 @@ def main() -> None:
         help="microseconds from one step of the engine to the next, of part `streams`",
     )
     arguments.option("--connections", 32, smoke=4, help="of all clients of part `shards`")
+    arguments.option("--engines", [1, 8, 64, 256, 1000], smoke=[1, 8], help="of part `fleet`")
+    arguments.option("--requests", 20_000, smoke=500, help="of part `fleet`")
+    arguments.option(
+        "--beside", 64, smoke=4, help="requests under way on each engine of part `fleet`"
+    )
+    arguments.option(
+        "--virtual-seconds",
+        40.0,
+        smoke=12.0,
+        help="for which part `fleet` watches idleness, after as many",
+    )
     options = arguments.parse()
     make_parts(options, PARTS)
 

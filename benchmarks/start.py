@@ -27,7 +27,7 @@ from pathlib import Path
 
 from harness.arguments import Arguments
 from harness.processes import ended_cpu_seconds, environment, family, output_of, parent_of, words_of
-from harness.report import Report
+from harness.report import Report, make_parts
 from harness.runs import DEMO, SMALL, train_command, training, wait_for_step
 
 HELP_SECONDS = 0.3
@@ -133,7 +133,7 @@ ROWS = 200
 TINY = ("model.hidden_size=32", "model.num_layers=1", "rollout.groups_per_step=2")
 
 
-def rows(options: argparse.Namespace, report: Report) -> bool:
+def rows(options: argparse.Namespace, report: Report) -> None:
     report.say(f"{len(RUN.splitlines())} lines of TOML, {ROWS} rows")
     for _ in range(options.rounds):
         with tempfile.TemporaryDirectory() as place:
@@ -141,7 +141,6 @@ def rows(options: argparse.Namespace, report: Report) -> bool:
             seconds = rows_seconds(Path(place), smoke=options.smoke)
             used = ended_cpu_seconds() - before
             report.say(f"first step after {seconds:.1f} s; {used:.1f} s of CPU until all had ended")
-    return True
 
 
 def rows_seconds(place: Path, *, smoke: bool) -> float:
@@ -168,12 +167,7 @@ def main() -> None:
     arguments.option("--parts", ["demo"], smoke=[*PARTS], choices=[*PARTS])
     arguments.gone("--times", "use --rounds")
     options = arguments.parse()
-    report = Report(options)
-    good = True
-    for part in options.parts:
-        good = PARTS[part](options, report) and good
-    report.close()
-    raise SystemExit(0 if good or options.smoke else 1)
+    make_parts(options, PARTS)
 
 
 if __name__ == "__main__":

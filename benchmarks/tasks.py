@@ -121,8 +121,6 @@ IMPOSSIBLE = float("inf")
 WAYS = {
     "in turn": CurriculumSection(),
     "learnability": CurriculumSection(priority="learnability"),
-    "learnability, target 0.9": CurriculumSection(priority="learnability", target=0.9),
-    "uniform, target 0.9": CurriculumSection(target=0.9),
 }
 
 

@@ -46,7 +46,7 @@ from typing import Any
 
 from harness.arguments import Arguments
 from harness.processes import cpu_seconds, end, family, parent_of, words_of
-from harness.report import Report
+from harness.report import Report, make_parts
 from harness.rounds import alternate, median_of
 from harness.runs import DEMO, SMALL, journal, train_command, training
 from sides.large_run import make
@@ -230,7 +230,7 @@ class Trained:
     viewer_share: float
 
 
-def open_dashboard(options: argparse.Namespace, report: Report) -> bool:
+def open_dashboard(options: argparse.Namespace, report: Report) -> None:
     deeds = {
         "shut": lambda: trained(options, seen=False),
         "open": lambda: trained(options, seen=True),
@@ -244,7 +244,6 @@ def open_dashboard(options: argparse.Namespace, report: Report) -> bool:
         f"second: {100 * (1 - opened / shut):.1f} % slower with the browser on these cores; the "
         f"viewer takes {100 * share:.1f} % of the run's CPU seconds"
     )
-    return True
 
 
 def trained(options: argparse.Namespace, *, seen: bool) -> Trained:
@@ -329,12 +328,7 @@ def main() -> None:
         "--steps", 150, smoke=300, help="of each run of part `open`, in which the page is opened"
     )
     options = arguments.parse()
-    report = Report(options)
-    good = True
-    for part in options.parts:
-        good = PARTS[part](options, report) and good
-    report.close()
-    raise SystemExit(0 if good or options.smoke else 1)
+    make_parts(options, PARTS)
 
 
 if __name__ == "__main__":

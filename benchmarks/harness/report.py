@@ -83,11 +83,16 @@ def milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.1f} ms"
 
 
-def make_parts(
-    options: argparse.Namespace, parts: Mapping[str, Callable[[argparse.Namespace, Report], None]]
-) -> None:
-    """Measures the parts that `--parts` names, one after the other, into one report."""
+Part = Callable[[argparse.Namespace, Report], bool | None]
+"""A part of a benchmark. One that has bounds returns whether it kept them."""
+
+
+def make_parts(options: argparse.Namespace, parts: Mapping[str, Part]) -> None:
+    """Measures the parts that `--parts` names, one after the other, into one report. Ends the
+    program with status 1 if a part did not keep its bounds, which the smoke form need not.
+    """
     report = Report(options)
-    for part in options.parts:
-        parts[part](options, report)
+    kept = [parts[part](options, report) for part in options.parts]
     report.close()
+    if False in kept and not options.smoke:
+        raise SystemExit(1)

@@ -1,4 +1,4 @@
-"""The agents of `isolation.py`: each does what its task says."""
+"""The agents of `rollouts.py --parts faulty`: each does what its task says."""
 
 from __future__ import annotations
 

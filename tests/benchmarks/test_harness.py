@@ -12,7 +12,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 from harness.arguments import Arguments  # noqa: E402
-from harness.report import Report  # noqa: E402
+from harness.report import Report, make_parts  # noqa: E402
 from harness.rounds import Ratio, alternate, middle_and_range, timed, turns  # noqa: E402
 
 
@@ -98,3 +98,18 @@ def test_tables_and_figures_are_printed_and_written(
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["tables"] == [{"headings": ["side", "ms"], "rows": [["ours", "3"]]}]
     assert (found["figures"], found["samples"]) == ({"theirs / ours": 1.5}, [1, 2])
+
+
+def test_a_part_that_does_not_keep_its_bounds_ends_the_program_with_1_but_not_in_smoke(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def late(options: object, report: Report) -> bool:
+        made.append("late")
+        return False
+
+    parts = {"a": late, "b": lambda options, report: made.append("free of bounds")}
+    with pytest.raises(SystemExit) as ended:
+        make_parts(parsed(monkeypatch, "--parts", "a", "b"), parts)
+    assert ended.value.code == 1 and made == ["late", "free of bounds"], "the others are measured all the same"
+    make_parts(parsed(monkeypatch, "--smoke"), parts)
+    make_parts(parsed(monkeypatch, "--parts", "b"), parts)

@@ -20,7 +20,6 @@ device = "cuda"
 arguments = ["--gpu-memory-utilization=0.8"]
 [[engine.servers]]
 tensor_parallel = 2
-arguments = ["--enable-expert-parallel"]
 [[engine.servers]]
 devices = [6, 7]
 data_parallel = 2
@@ -53,14 +52,12 @@ def test_where_nothing_computes_on_a_gpu_nothing_is_laid_out() -> None:
 def test_servers_have_the_devices_that_they_name_and_the_others_what_is_free_side_by_side(tmp_path: Path) -> None:
     config = of_servers(tmp_path)
     assert laid(config, 8) == {"trainer": (0,), "trainer1": (1,), "engine0": (2, 3), "engine1": (6, 7)}
-    parted = of_servers(tmp_path, "trainer.devices=[5, 1]")  # 0, 2, 3, 4 are left: 2 and 3 are the first that are side by side
-    assert laid(parted, 8) == {"trainer": (5,), "trainer1": (1,), "engine0": (2, 3), "engine1": (6, 7)}
 
 
 def test_each_engine_reads_a_configuration_with_its_own_server_alone(tmp_path: Path) -> None:
     config = of_servers(tmp_path)
     (first,), (second,) = (config_in_place(config, name).engine.servers for name in ("engine0", "engine1"))
-    assert (first.world_size, first.arguments, second.world_size) == (2, ("--enable-expert-parallel",), 2)
+    assert (first.world_size, second.world_size) == (2, 2)
     assert second.devices == (), "it sees them alone, as 0 and 1"
     numbered = load_config(None, ["engine.device=cuda:3", "trainer.device=cuda:1"])
     assert laid(numbered) == {"trainer": (1,), "engine0": (3,)}
@@ -80,20 +77,18 @@ def test_who_is_not_there_gets_nothing(tmp_path: Path) -> None:
         (["engine.device=cuda:0", "trainer.device=cuda:0"], "GPU 0 would be given to both trainer (trainer.device = 'cuda:0') and engine0"),
         (["engine.device=cuda:1", "engine.count=2"], "GPU 1 would be given to both engine0 (engine.device = 'cuda:1') and engine1"),
         (
-            [*CUDA, "trainer.devices=[1]", "engine.servers=[{devices=[1]}]"],
-            "both trainer (trainer.devices) and engine0 (engine.servers.0.devices)",
+            ["engine.device=cuda", "trainer.device=cuda:1", "engine.servers=[{devices=[1]}]"],
+            "both trainer (trainer.device = 'cuda:1') and engine0 (engine.servers.0.devices)",
         ),
         ([*CUDA, "engine.servers=[{devices=[1]}, {devices=[1]}]"], "both engine0 (engine.servers.0.devices) and engine1"),
         ([*CUDA, "engine.kind=vllm", "engine.servers=[{devices=[1, 1], tensor_parallel=2}]"], "gives GPU 1 to engine0 twice"),
         ([*CUDA, "engine.kind=vllm", "engine.servers=[{devices=[1, 2, 3], tensor_parallel=2}]"], "are 3, and the server is laid over 2"),
-        ([*CUDA, "trainer.devices=[0]", "trainer.ranks=2"], "one for each of trainer.ranks (2)"),
-        (["trainer.devices=[0]"], "trainer.devices ([0]) are of trainer.device = \"cuda\", which is 'cpu'"),
         (["engine.servers=[{devices=[0]}]"], "are of engine.device = \"cuda\", which is 'cpu'"),
         (["engine.servers=[{tensor_parallel=2}]"], 'engine.kind is "embedded", which is on one device'),
         (["engine.servers=[{}, {}]", "engine.count=3"], "engine.count says that there are 3 engines, and engine.servers that there are 2"),
         (["engine.servers=[{host='10.0.0.7'}]"], 'is a machine of a cluster, and cluster.kind is "local"'),
         (
-            ["engine.kind=vllm", "engine.urls=['http://a:1']", "engine.servers=[{arguments=['-x']}]"],
+            ["engine.kind=vllm", "engine.urls=['http://a:1']", "engine.servers=[{devices=[1]}]"],
             "engine.urls are of a server that runs already",
         ),
         (
@@ -101,8 +96,6 @@ def test_who_is_not_there_gets_nothing(tmp_path: Path) -> None:
             "both say over how many GPUs it is laid (2 and 4)",
         ),
         ([*CUDA, "cluster.kind=ray", "engine.servers=[{devices=[1]}]"], "engine.servers.0.devices ([1]) are chosen by Ray"),
-        ([*CUDA, "cluster.kind=ray", "trainer.devices=[1]"], "trainer.devices ([1]) are chosen by Ray"),
-        (["cluster.kind=ray", "engine.servers=[{}]", "cluster.engines_max=2"], "does nothing beside engine.servers"),
         (["lora.merged=true", "lora.rank=4"], "lora.merged is for adapters that vLLM or SGLang serve, and there are none"),
         (["engine.kind=vllm", "lora.rank=513"], "lora.rank (513) is more than vLLM's own LoRA takes (512)"),
         (

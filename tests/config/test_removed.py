@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from midflight.archive.conversation import config_of
 from midflight.cli import main
 from midflight.cli.configurations import config_of_file, config_of_folder
 from midflight.config import load_config
+from midflight.config.load import past_config
 from midflight.config.options import options, tables
 from midflight.config.replaced import REMOVED
 from midflight.errors import ConfigError
@@ -32,6 +34,20 @@ EXPECTED = {
     "objective.delta_low": "objective.delta",
     "distillation.score_seconds": "run.stall_seconds",
     "weights.full_every": "every 16th version",
+    "environment.sandbox.output_bytes": "1 000 000 bytes",
+    "environment.tool_concurrency": "64 tools at once",
+    "environment.count_all_choices": "a session that is opened over HTTP",
+    "environment.system": "environment.sources.*.system",
+    "trainer.max_missing_share": "a tenth",
+    "trainer.devices": "engine.servers.*.devices",
+    "engine.servers.*.arguments": "engine.urls",
+    "gateway.hosts": "gateway.public_url",
+    "observe.view": "where one is installed",
+    "evaluation.suites.*.pass_at": "evaluation.suites.*.samples",
+    "evaluation.suites.*.passes": "curriculum.passes",
+    "curriculum.target": "curriculum.priority",
+    "cluster.engines_max": "engine.count",
+    "weights.max_paused": "one engine of each 64",
 }
 
 
@@ -57,7 +73,9 @@ def stored_in(folder: Path, *changes: tuple[str, str]) -> Path:
 @pytest.mark.parametrize("key", sorted(REMOVED))
 def test_a_removed_option_is_refused_by_its_name_with_what_to_use_in_its_place(key: str, tmp_path: Path) -> None:
     section, _, name = key.replace("*", "0").rpartition(".")
-    text = f"[{section}]\n" if section != "environment.mcp.0" else "[[environment.mcp]]\n"
+    text = f"[{section}]\n"
+    if section.endswith(".0"):
+        text = f"[[{section.removesuffix('.0')}]]\n"
     path = tmp_path / "run.toml"
     path.write_text(f"{text}{name} = 7\n")
     for said in (refusal(path), refusal(None, f"{section}.{name}=7")):
@@ -97,6 +115,29 @@ def test_a_run_that_had_set_one_of_them_is_refused_before_anything_is_touched(tm
     assert "rollout.requeues (value 3) is gone" in said and "curriculum.window (value 8) is gone" in said
     assert "full_every" not in said, "it had its default"
     assert {found: found.read_bytes() for found in tmp_path.rglob("*") if found.is_file()} == before
+
+
+def test_a_stored_option_that_said_the_same_as_another_is_no_news(tmp_path: Path) -> None:
+    """A run on a cluster wrote the number of its engines under both names."""
+    path = stored_in(tmp_path / "run", ("\ncount = 1\n", "\ncount = 4\n"), ("lost_seconds = 20.0", "lost_seconds = 20.0\nengines_max = 4"))
+    assert config_of_folder(tmp_path / "run").engine.count == 4
+    path.write_text(path.read_text().replace("engines_max = 4", "engines_max = 3"))
+    with pytest.raises(ConfigError, match=r"cluster\.engines_max \(value 3\) is gone: engine\.count"):
+        config_of_folder(tmp_path / "run")
+
+
+def test_who_looks_at_a_past_run_reads_all_the_rest_whatever_was_set(tmp_path: Path) -> None:
+    """Its options that are gone had other values, and a service that it told is not installed here."""
+    changes = [
+        ("requeues = 1", "requeues = 3"),
+        ('tool_format = "auto"', 'tool_format = "mistral"'),
+        ("trackers = []", 'trackers = ["wandb"]'),
+    ]
+    path = stored_in(tmp_path, *changes)
+    assert past_config(path).gateway.tool_format == "mistral" and config_of(tmp_path) == past_config(path)
+    path.write_text(path.read_text().replace("steps = 340", "steps = 0"))
+    with pytest.raises(ConfigError, match=r"run\.steps must be >= 1"):
+        past_config(path)
 
 
 def test_an_override_of_a_resumed_run_is_refused_even_with_the_default(tmp_path: Path) -> None:

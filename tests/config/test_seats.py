@@ -18,19 +18,18 @@ def test_one_configuration_is_of_a_laptop_and_of_a_cluster(tmp_path: Path) -> No
     (tmp_path / "run.toml").write_text(
         """
 [engine]
-count = 2
+count = 6
 [cluster]
 address = "10.0.0.5:6379"
 token_file = "token"
 engine = { GPU = 4, CPU = 8 }
 engines_min = 3
-engines_max = 6
 lost_seconds = 30
 variables = ["HF_HOME"]
 """
     )
     here, there = load_config(tmp_path / "run.toml"), load_config(tmp_path / "run.toml", [RAY])
-    assert (here.engine.count, here.weights.transport) == (2, "shared_memory")
+    assert (here.engine.count, here.weights.transport) == (6, "shared_memory")
     assert (there.engine.count, there.weights.transport, engines_min(there)) == (6, "pull", 3)
     assert seat_resources(there)["engine"] == {"GPU": 4.0, "CPU": 8.0}
     assert there.cluster.lost_seconds == 30.0 and there.cluster.token_file == Path("token")
@@ -89,7 +88,6 @@ def test_a_server_over_several_gpus_asks_for_all_of_them_in_one_seat(words: str)
             "cluster.engines_min (1) leaves none for the policy beside environment.untracked.engines (1); raise it",
         ),
         (["engine.device=cuda:1"], "engine.device is 'cuda:1', and on a cluster a seat has GPUs of its own"),
-        (['engine.kind="vllm"', 'engine.urls=["http://a:1"]', "cluster.engines_max=2"], "does nothing beside engine.urls"),
         (["cluster.trainer={GPU = -1}"], "cluster.trainer"),
         (["cluster.kind=slurm"], "cluster.kind must be one of 'local', 'ray'"),
         (["cluster.lost_seconds=0"], "cluster.lost_seconds must be >= 0.001"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 from tests.environments import some_tools
@@ -30,7 +31,8 @@ def tools(*names: str) -> list[str]:
 
 def test_without_tools_the_prompt_is_asked_once_and_the_answer_scored():
     gateway = Gateway([says("5")])
-    found = run(gateway, system="Be short.")
+    system = {"role": "system", "content": "Be short."}
+    found = run(gateway, replace(TASK, data={**TASK.data, "messages": [system, *TASK.messages]}))
     assert (found.reward, found.components) == (1.0, {"correct": 1.0})
     (asked,) = gateway.asked
     assert asked == {

@@ -68,10 +68,11 @@ def test_a_pretrained_model_starts_from_conversations_that_the_example_writes_an
         "--digits",
         "3",
         "--system",
-        config.environment.system,
+        config.environment.sources[0].system,
     ]
     subprocess.run(asked, check=True, timeout=60)
     assert config.warm_start.data is not None and (ROOT / config.warm_start.data).read_text() == written.read_text()
     messages = json.loads(written.read_text().splitlines()[0])["messages"]
-    prompt = config.environment.sources[0].prompt.format(expression="964 + 494 - 876")
-    assert messages[:2] == [{"role": "system", "content": config.environment.system}, {"role": "user", "content": prompt}]
+    source = config.environment.sources[0]
+    prompt = source.prompt.format(expression="964 + 494 - 876")
+    assert messages[:2] == [{"role": "system", "content": source.system}, {"role": "user", "content": prompt}]

@@ -10,7 +10,7 @@ from tests.facts import Facts
 
 from midflight.config import load_config
 from midflight.config.evaluation import SuiteSection
-from midflight.environments.evaluation import Evaluator, Suite, best_at, evaluation_key, pass_at
+from midflight.environments.evaluation import Evaluator, Suite, best_at, evaluation_key, pass_at, suite_scores
 from midflight.errors import ConfigError
 from midflight.observe.lines import EvaluationLine
 from midflight.observe.metrics import metrics_of
@@ -57,7 +57,7 @@ def test_pass_and_best_at_k_are_the_means_over_all_ways_to_draw_k_answers(reward
 
 
 def test_a_suite_asks_each_task_several_times_and_is_told_by_its_own_name() -> None:
-    section = SuiteSection(name="four", samples=4, pass_at=(1, 2, 4))
+    section = SuiteSection(name="four", samples=4)
     found = evaluated(section, {(0, 0): 1.0, (0, 3): 1.0, (1, 1): 0.5})
     assert set(found) == {"spell", "sums", "four/spell", "four/sums"}
     spell = found["four/spell"]
@@ -78,6 +78,16 @@ def test_i10_an_answer_that_failed_is_no_zero() -> None:
     assert (found.at["pass@1"], found.at["pass@2"]) == (0.5, 0.0)  # the first task has one answer, so it is in no mean of two
 
 
+def test_pass_at_k_is_told_for_the_powers_of_two_and_for_all_samples() -> None:
+    assert [SuiteSection(name="a", samples=number).ks for number in (1, 2, 3, 8)] == [(1,), (1, 2), (1, 2, 3), (1, 2, 4, 8)]
+
+
+def test_an_answer_has_passed_from_the_reward_of_the_curriculum() -> None:
+    section = SuiteSection(name="a", samples=2)
+    found = [Trajectory(evaluation_key(n), "t", "s", reward=reward, rows=()) for n, reward in enumerate((-1.0, -3.0))]
+    assert [suite_scores(section, found, temperature=1.0, passes=passes)[0].at["pass@2"] for passes in (-1.0, 0.0)] == [1.0, 0.0]
+
+
 def test_a_suite_of_one_source_asks_no_other() -> None:
     assert set(evaluated(SuiteSection(name="greedy", temperature=0, sources=("sums",)), {})) == {"spell", "sums", "greedy/sums"}
 
@@ -96,7 +106,6 @@ def test_what_a_suite_found_has_names_of_its_own_in_the_metrics() -> None:
     ("suite", "said"),
     [
         ('name = "a"\nsamples = 4\ntemperature = 0', "would be the same answer each time at temperature 0"),
-        ('name = "a"\nsamples = 4\npass_at = [8]', r"pass_at \(8\) is more than its samples \(4\)"),
         ('name = "a"\nsources = ["sums"]', "names 'sums', which holds nothing out; those that do are spell_backward"),
         ('name = "a/b"', "give it one without a slash"),
         ('name = "a"\n[[evaluation.suites]]\nname = "a"', "has 'a' twice"),

@@ -107,11 +107,11 @@ def test_a_closed_session_is_told_once_with_what_its_tree_counted() -> None:
 
 
 @pytest.mark.parametrize(("count_all", "rows", "dropped"), [(False, 1, {Reason.UNCHOSEN: 4}), (True, 2, {})])
-def test_a_run_may_train_on_the_choices_that_its_agents_left_behind(count_all: bool, rows: int, dropped: dict[Reason, int]) -> None:
+def test_a_session_may_train_on_the_choices_that_its_agent_left_behind(count_all: bool, rows: int, dropped: dict[Reason, int]) -> None:
     async def main() -> None:
         generator = ScriptedGenerator(texts=["ab<|end|>", "cde<|end|>", "f<|end|>"])
-        gateway = make_gateway(generator, count_all_choices=count_all)
-        handle = gateway.open(KEY, sampling=DEFAULTS, tracked=True)
+        gateway = make_gateway(generator)
+        handle = gateway.open(KEY, sampling=DEFAULTS, tracked=True, count_all_choices=count_all)
         session = gateway.session_for(path_token=None, api_key=handle.api_key)
         chosen, _ = await gateway.answers(gateway.prepare(session, CompletionCall((CHAT,), n=2)))
         more = (*CHAT.messages, {"role": "assistant", "content": chosen.text}, {"role": "user", "content": "go on"})

@@ -18,7 +18,7 @@ from .site import Site, config
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-CURRICULUM = CurriculumSection(priority="learnability", target=0.8, passes=2.0)
+CURRICULUM = CurriculumSection(priority="learnability", passes=2.0)
 HELD_OUT = Task("held", "numbers", {"question": "n0"})
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from midflight.config.evaluation import EvaluationSection, SuiteSection
 from midflight.config.sections import WeightsSection
+from midflight.config.sources import CurriculumSection
 from midflight.errors import EngineUnavailable
 from midflight.testing.virtual_time import run_virtual
 from midflight.types import Kind, SessionRecord, Task, Version
@@ -58,9 +59,11 @@ class Evaluating(Site):
         pin_seconds: float = 60.0,
         publish_every: int = 1,
         suites: tuple[SuiteSection, ...] = (),
+        passes: float = 1.0,
     ) -> None:
         section = EvaluationSection(eval_every=every, pin_seconds=pin_seconds, suites=suites)
-        made = config(steps=steps, staleness=2).model_copy(update={"evaluation": section, "weights": WeightsSection(every=publish_every)})
+        sections = {"evaluation": section, "weights": WeightsSection(every=publish_every), "curriculum": CurriculumSection(passes=passes)}
+        made = config(steps=steps, staleness=2).model_copy(update=sections)
         agents = Examined(0, num_turns=num_turns, quick=quick)
         super().__init__(made, folder, engines=fast_engines(engines, by_version=True), agents=agents, sdk=False)
         self.sources = [replace(self.sources[0], heldout=HELD_OUT)]
@@ -141,8 +144,8 @@ def test_suites_ask_the_same_version_again_as_each_says(tmp_path: Path) -> None:
     """Four tasks are held out: the usual evaluation asks them once, `greedy` once, `two` twice; before and after two steps."""
 
     async def main() -> Evaluating:
-        suites = (SuiteSection(name="greedy", temperature=0), SuiteSection(name="two", samples=2, passes=0.5))
-        site = Evaluating(tmp_path, engines=1, every=0, steps=2, num_turns=1, suites=suites)
+        suites = (SuiteSection(name="greedy", temperature=0), SuiteSection(name="two", samples=2))
+        site = Evaluating(tmp_path, engines=1, every=0, steps=2, num_turns=1, suites=suites, passes=0.5)
         await site.evaluate()
         return site
 

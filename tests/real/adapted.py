@@ -24,8 +24,6 @@ max_context = {context}
 groups_per_step = 2
 group_size = 4
 max_staleness = 1
-[observe]
-view = "off"
 [environment]
 workers = 1
 """

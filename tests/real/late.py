@@ -65,7 +65,7 @@ def kill_at(step: int) -> None:
 
 
 def main(folder: str, way: str, step: str = "0") -> int:
-    config = load_config(None, [f"run.folder={folder}", "observe.view=off", "run.restarts=0"])
+    config = load_config(None, [f"run.folder={folder}", "run.restarts=0"])
     stand_in: Any = StandIn(Path(folder), "crash" if way == "killed" else way)
     launch.Run._ring = lambda *given, **named: stand_in
     if way == "killed":

@@ -125,7 +125,7 @@ def check(*options: str) -> tuple[int, str]:
 def test_a_whole_ring_runs_on_a_cluster_that_it_starts_itself(node: Node, tmp_path: Path) -> None:
     """With fewer engines at first than it wants: the other joins."""
     config = small(tmp_path, Node("start", node.token), steps=6)
-    options = [word for option in ("cluster.engines_min=1", "cluster.engines_max=2", "trainer.ranks=2") for word in ("--set", option)]
+    options = [word for option in ("cluster.engines_min=1", "engine.count=2", "trainer.ranks=2") for word in ("--set", option)]
     run = Command("train", config, "--folder", tmp_path / "run", *options, folder=tmp_path, forked=False)
     try:
         assert run.wait(600) == 0, run.said

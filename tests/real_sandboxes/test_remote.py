@@ -65,7 +65,7 @@ def makers(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Makers]:
 
 
 def made(kind: str, **options: Any) -> Sandbox:
-    return sandbox_of(SandboxSection.model_validate({"kind": kind, "seconds": 20.0, "output_bytes": 10_000, "disk_mb": 4, **options}))
+    return sandbox_of(SandboxSection.model_validate({"kind": kind, "seconds": 20.0, "disk_mb": 4, **options}))
 
 
 def ran(sandbox: Sandbox, code: str, **given: Any) -> ProgramResult:
@@ -74,9 +74,9 @@ def ran(sandbox: Sandbox, code: str, **given: Any) -> ProgramResult:
 
 def test_a_program_reads_its_files_and_its_input_and_says_what_it_finds(kind: str, makers: Makers) -> None:
     code = "import sys; print(open('data/in.txt').read() + sys.stdin.read()); print('oh', file=sys.stderr); sys.exit(3)"
-    found = ran(made(kind), code, files={"data/in.txt": "a" * 100_000}, stdin="b'\"$")
-    assert (found.status, found.stdout, found.stderr, found.ended_by) == (None, "a" * 10_000, "oh\n", "output")
-    found = ran(made(kind, output_bytes=200_000), code, files={"data/in.txt": "é" * 3}, stdin="b'\"$")
+    found = ran(made(kind), code, files={"data/in.txt": "a" * 1_500_000}, stdin="b'\"$")
+    assert (found.status, found.stdout, found.stderr, found.ended_by) == (None, "a" * 1_000_000, "oh\n", "output")
+    found = ran(made(kind), code, files={"data/in.txt": "é" * 3}, stdin="b'\"$")
     assert (found.status, found.stdout, found.stderr, found.ended_by, found.ok) == (3, "éééb'\"$\n", "oh\n", None, False)
 
 

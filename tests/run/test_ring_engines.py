@@ -160,16 +160,17 @@ def test_a_run_starts_with_the_engines_it_must_have_and_the_others_join_when_the
 
 
 def test_engines_that_differ_ask_for_seats_of_their_own_and_read_their_own_server() -> None:
-    servers = "engine.servers=[{host='10.0.0.9', tensor_parallel=4, arguments=['--one']}, {arguments=['--other']}]"
+    servers = "engine.servers=[{host='10.0.0.9', tensor_parallel=4}, {pipeline_parallel=2}]"
 
     async def main() -> None:
         site = Site("engine.kind=vllm", "engine.device=cuda", servers, room=2)
         kept = await site.engines.take(with_teacher=True)
-        assert site.wanted == [Wants({"CPU": 1.0, "GPU": 4.0}, "10.0.0.9"), Wants({"CPU": 1.0, "GPU": 1.0}, "")]
+        assert site.wanted == [Wants({"CPU": 1.0, "GPU": 4.0}, "10.0.0.9"), Wants({"CPU": 1.0, "GPU": 2.0}, "")]
         tasks = [asyncio.ensure_future(one) for one in kept]
         await settle()
         told = [json.loads(spec.config)["engine"]["servers"] for spec in site.specs]
-        assert [[server["arguments"] for server in servers] for servers in told] == [[["--one"]], [["--other"]]]
+        sizes = [[(server["tensor_parallel"], server["pipeline_parallel"]) for server in servers] for servers in told]
+        assert sizes == [[(4, 1)], [(1, 2)]]
         for task in tasks:
             task.cancel()
 

@@ -58,7 +58,7 @@ def test_scalars_histograms_samples_config_and_plot_are_read_back(tmp_path: Path
     assert (picture.width, picture.height) == (4, 3) and picture.encoded_image_string == png(4, 3)
     texts = {tag: found.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in found.Tags()["tensors"]}
     assert "rollout.max_staleness = 3" in texts["config/text_summary"]
-    assert "| spell | 7 | 1.000 | spell &#124; abc | &lt;b>cba&lt;/b><br>Done |" in texts["rollout/samples/text_summary"]
+    assert "| spell | 7 | 1.000 | spell \\| abc | &lt;b>cba&lt;/b><br>Done |" in texts["rollout/samples/text_summary"]
 
 
 def test_a_resumed_run_goes_on_without_a_double_point(tmp_path: Path) -> None:

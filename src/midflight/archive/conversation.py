@@ -18,7 +18,8 @@ from midflight.archive.credit import Credit, credit_of
 from midflight.archive.groups import GroupFilter, GroupView, RolloutBrief, page_of
 from midflight.archive.messages import MessageReader, RecordedMessage, as_chat
 from midflight.archive.store_reader import StoreReader, reading
-from midflight.config import Config, load_config
+from midflight.config import Config
+from midflight.config.load import past_config
 from midflight.errors import MidflightError, NoRun
 from midflight.trajectories.database import State, decode_rows, decode_scored, decode_turn
 from midflight.types import Bool, Fate, Float32, Int32, Json, Kind, Reason, RolloutKey, Row, Turn
@@ -140,7 +141,7 @@ def reader_of(folder: Path, config: Config | None = None) -> MessageReader:
 def config_of(folder: Path) -> Config:
     """The configuration of the run; the defaults if it cannot be read."""
     try:
-        return load_config(folder / "config.toml", note=lambda _: None)
+        return past_config(folder / "config.toml")
     except MidflightError:
         return Config()
 

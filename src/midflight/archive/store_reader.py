@@ -9,15 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import msgspec
-
-from midflight.errors import MidflightError, NoRun, RunGone, StoreCorrupt
+from midflight.errors import MidflightError, NoRun, RunGone
 from midflight.observe.failures import failure_class
 from midflight.observe.readable import duration
 from midflight.trajectories.database import (
     Value,
     address_to_read,
     decode_task,
+    decoded,
     look,
     naming,
 )
@@ -71,13 +70,8 @@ class StoreReader:
         return self.decoded(decode_task, blob)
 
     def decoded(self, decode: Callable[[bytes], Decoded], blob: bytes) -> Decoded:
-        try:
-            return decode(blob)
-        except (msgspec.MsgspecError, ValueError, AssertionError) as error:
-            raise StoreCorrupt(
-                f"reading {self.path}: {error}; restore the file from a copy, or start a new "
-                "run folder."
-            ) from error
+        """The value of a column. Raises `StoreCorrupt` if it is none."""
+        return decoded(self.path, decode, blob)
 
 
 def file_of(folder: Path, kind: Kind) -> Path:

@@ -46,10 +46,13 @@ class McpSection(Section):
     """Variables of its environment, beside the few that every server gets."""
     per: Literal["run", "rollout"] = "run"
     """run: each worker keeps one connection, and with `command` one server, for all its rollouts.
-    rollout: each rollout has its own, which ends with it.
+    rollout: each rollout has its own, which ends with it. That is for servers with a state of their
+    own, such as a browser.
     """
     start_seconds: Seconds = 30.0
-    """How long it may take to come up; larger waits longer for one that hangs."""
+    """How long it may take to come up; larger waits longer for one that hangs. It is for servers
+    that are fetched when they are started.
+    """
 
     @property
     def label(self) -> str:
@@ -90,10 +93,6 @@ class SandboxSection(Section):
     """
     processes: Positive = 32
     """Processes and threads at once; larger lets it start more."""
-    output_bytes: Positive = 1_000_000
-    """The most bytes of its output, and of its errors, past which it is ended; larger keeps
-    more.
-    """
     network: bool = False
     """Whether it reaches the network of the machine on which it runs."""
 

@@ -26,7 +26,8 @@ class ClusterSection(Section):
     engine: dict[str, NonNegative] | None = None
     """The resources of one engine's seat, such as `{ GPU = 4, CPU = 8 }`; larger fits on fewer
     machines. Default: by `engine.device`, `engine.threads` and the tensor-parallel size in
-    `engine.arguments`.
+    `engine.arguments`. It is for clusters that name their machines by resources, as are `trainer`
+    and `rollout`.
     """
     trainer: dict[str, NonNegative] | None = None
     """The resources of one trainer rank's seat. Default: by `trainer.device` and
@@ -38,11 +39,8 @@ class ClusterSection(Section):
     """
     engines_min: Positive | None = None
     """The run starts when so many engines have a seat; the others join when there are machines for
-    them. Larger waits longer. Default: `engines_max`.
-    """
-    engines_max: Positive | None = None
-    """Engines of a run that has all the machines it wants; larger asks for more seats. Default:
-    `engine.count`.
+    them. Larger waits longer. Default: all of `engine.count`. It is for clusters that machines come
+    to.
     """
     lost_seconds: Seconds = 20.0
     """The parts of a machine count as dead after so long without news from it; larger bears longer
@@ -58,5 +56,5 @@ class ClusterSection(Section):
     """
     variables: tuple[str, ...] = ()
     """Names of environment variables of the launcher that the parts get on other machines too, such
-    as `HF_HOME`.
+    as `HF_HOME`. It is for what a machine does not know by itself.
     """

@@ -280,14 +280,10 @@ def model_sizes(model: ModelSection) -> ModelSizes:
 
 def engines_option(config: Config) -> str:
     """The option that says how many engines there are."""
-    engine = config.engine
-    cluster = config.cluster
-    if engine.urls:
+    if config.engine.urls:
         return "engine.urls"
-    if engine.servers:
+    if config.engine.servers:
         return "engine.servers"
-    if cluster.kind != "local" and cluster.engines_max is not None:
-        return "cluster.engines_max"
     return "engine.count"
 
 

@@ -25,7 +25,9 @@ class ServerSection(Section):
     engines as there are of these, and with `engine.urls` these say what is expected of each."""
 
     host: str = ""
-    """Address of the machine of the cluster that it is to be on. Default: any with room."""
+    """Address of the machine of the cluster that it is to be on. Default: any with room. It is for
+    clusters whose machines differ.
+    """
     devices: tuple[Count, ...] = ()
     """Numbers of its GPUs on this machine, among those that the launcher may use; as many as the
     sizes below ask for. Default: what is free. On a cluster Ray chooses.
@@ -38,8 +40,6 @@ class ServerSection(Section):
     """Groups of those, each with a share of the layers; larger fits a larger model."""
     data_parallel: Positive = 1
     """Copies of all that in one server; larger serves more requests at once."""
-    arguments: tuple[str, ...] = ()
-    """Further words for this server's command line, after those of `engine.arguments`."""
 
     @property
     def world_size(self) -> int:

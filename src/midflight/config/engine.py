@@ -27,11 +27,11 @@ class EngineSection(Section):
     """
     urls: tuple[str, ...] = ()
     """Addresses of servers that run already, such as `http://127.0.0.1:30000`: they are attached,
-    and none is started or stopped.
+    and none is started or stopped. It is for those whose servers others run.
     """
     arguments: tuple[str, ...] = ()
     """Further words for the server's command line, after ours, such as
-    `--gpu-memory-utilization=0.5`.
+    `--gpu-memory-utilization=0.5`. It is for all that a server can do and no option here says.
     """
     start_seconds: Seconds = 180.0
     """A server that starts is given up if it neither computes nor reads for so long. A server of
@@ -44,8 +44,8 @@ class EngineSection(Section):
     max_running: Positive = 64
     """Requests decoded together; larger is faster per token and slower per request."""
     max_batch_tokens: Positive = 2048
-    """Prompt and decode tokens of one engine step; larger prefills faster and makes steps
-    longer.
+    """Prompt and decode tokens of one engine step; larger prefills faster and makes steps longer.
+    It is for those whose prompts run out of memory, or whose GPU takes more at once.
     """
     threads: Positive = 1
     """CPU threads of one engine process; more than the free cores makes all slower."""
@@ -64,12 +64,12 @@ class EngineSection(Section):
     """
     servers: tuple[ServerSection, ...] = ()
     """The engines one by one, in place of `count`: the machine and the GPUs of each, and how many
-    GPUs it is laid over.
+    GPUs it is laid over. It is for models that need several GPUs, and for machines that differ.
     """
     deterministic: bool = False
     """An answer does not depend on other requests in the batch: vLLM's batch-invariant kernels,
     SGLang's deterministic inference with a seed for each request. It works on GPUs alone, and is
-    slower.
+    slower. It is for those who compare runs to the bit.
     """
     guesses: Count = 0
     """The most tokens that the embedded engine guesses ahead from the text of a sequence, and
@@ -86,7 +86,8 @@ class EngineSection(Section):
     prefix_age: Count = 0
     """How many versions old the weights may be that computed these keys and values. 0 uses only
     those of the weights now served. Larger computes less after each handover, with more mismatch
-    between engine and trainer, and tokens say so in their key versions.
+    between engine and trainer, and tokens say so in their key versions. It is for agents of many
+    turns.
     """
 
     def served_dtype(self, trained: str) -> str:

@@ -43,8 +43,6 @@ class EnvironmentSection(Section):
     """`module:function` of each tool of the built-in loop, or `module:Class` of one with state."""
     mcp: tuple[McpSection, ...] = ()
     """Servers whose tools the built-in loop has too."""
-    system: str = ""
-    """A system message that the built-in loop begins with, where the task has none."""
     sandbox: SandboxSection = SandboxSection()
     """The sandbox of code that the model wrote, for reward functions that have a parameter
     `sandbox`.
@@ -57,10 +55,8 @@ class EnvironmentSection(Section):
     """
     tool_seconds: Seconds = 30.0
     """Deadline of one call of a tool; past it the model is told so. Larger waits longer for a tool
-    that hangs.
+    that hangs. It is for tools that are slow by nature.
     """
-    tool_concurrency: Positive = 64
-    """Calls under way at once in one worker; larger puts more load on the services of the tools."""
     template_options: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Variables of the chat template in the built-in loop, such as `{ enable_thinking = false }`.
     The template of models made here takes `list_tools`.
@@ -73,6 +69,7 @@ class EnvironmentSection(Section):
     worker_mb: Positive | None = None
     """Memory of a worker's own data, in MB. An agent that takes more gets a `MemoryError`. A plain
     agent's thread counts with the size of its stack, often 8. Larger bears more. None is no limit.
+    It is for agents that run what they did not write, as is `max_processes`.
     """
     max_processes: Positive | None = None
     """Processes that one rollout in a worker may start; one more fails it as `TooManyProcesses`.
@@ -85,18 +82,21 @@ class EnvironmentSection(Section):
     Default with `model.path`: a quarter of the context, from 16 to 256.
     """
     temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=1000)] = 1.0
-    """Sampling temperature of the policy; larger explores more."""
+    """Sampling temperature of the policy; larger explores more. It is for those whose model is
+    served at another one.
+    """
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample from the likeliest tokens that have this much probability together; larger keeps more.
-    Below 1 the trainer normalises over the kept tokens too, where engines record them.
+    Below 1 the trainer normalises over the kept tokens too, where engines record them. It is for
+    models that are served with it.
     """
     top_k: Positive | None = None
-    """Sample from so many of the likeliest tokens; larger keeps more. None keeps all."""
+    """Sample from so many of the likeliest tokens; larger keeps more. None keeps all. It is for
+    such models too.
+    """
     min_p: Fraction = 0.0
-    """Sample from tokens at least this likely, relative to the likeliest; larger keeps fewer."""
-    count_all_choices: bool = False
-    """Train on every choice of a request with n > 1. By default only the choices that the agent
-    went on from are trained, if it went on from any.
+    """Sample from tokens at least this likely, relative to the likeliest; larger keeps fewer. It is
+    for such models too.
     """
     rollout_seconds: Seconds = 60.0
     """Time that the agent of one rollout may take by itself: without a request under way at the

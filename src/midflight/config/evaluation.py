@@ -19,19 +19,24 @@ class SuiteSection(Section):
     name: str
     """Its name in journal and metrics: `NAME/SOURCE`."""
     samples: Positive = 1
-    """Answers to each task; larger measures better and takes as many times as long."""
+    """Answers to each task; larger measures better and takes as many times as long. pass@k and
+    best@k are told for each k of 1, 2, 4, 8, ... up to this number, and for this number. It is for
+    those who report pass@k.
+    """
     temperature: Annotated[float, Field(ge=0, le=1000)] | None = None
-    """The temperature of these answers; 0 is greedy. Default: `environment.temperature`."""
-    pass_at: tuple[Positive, ...] = ()
-    """The k of pass@k and best@k, at most `samples`. Default: 1 and `samples`."""
-    passes: float = 1.0
-    """The reward from which an answer has passed; larger asks more."""
+    """The temperature of these answers; 0 is greedy. Default: `environment.temperature`. It is for
+    those who report greedy answers.
+    """
     sources: tuple[str, ...] = ()
-    """The names of the sources whose held-out tasks it asks. Empty is all."""
+    """The names of the sources whose held-out tasks it asks. Empty is all. It is for suites that
+    cost too much for all.
+    """
 
     @property
     def ks(self) -> tuple[int, ...]:
-        return self.pass_at or tuple(sorted({1, self.samples}))
+        """The k of pass@k: the powers of two up to `samples`, and `samples`."""
+        powers = {2**exponent for exponent in range(self.samples.bit_length())}
+        return tuple(sorted(powers | {self.samples}))
 
 
 class EvaluationSection(Section):
@@ -39,7 +44,8 @@ class EvaluationSection(Section):
     """Steps between evaluations on held-out tasks; 0 evaluates before and after only."""
     pin_seconds: Seconds = 60.0
     """How long a new version waits for an evaluation where no other engine could take it; larger
-    loses fewer results and lets training stand longer.
+    loses fewer results and lets training stand longer. It is for runs with one engine whose answers
+    are long.
     """
     suites: tuple[SuiteSection, ...] = ()
     """Further evaluations, made whenever the usual one is."""
@@ -69,11 +75,6 @@ def suite_contradictions(
             yield (
                 f"{said}.temperature ({suite.temperature:g}) is too near to 0 to divide by; set it "
                 f"to 0 for the likeliest token always, or to {LEAST_TEMPERATURE} and more"
-            )
-        if max(suite.ks) > suite.samples:
-            yield (
-                f"{said}.pass_at ({max(suite.ks)}) is more than its samples ({suite.samples}); "
-                "raise samples"
             )
         for source in suite.sources:
             if source not in held:

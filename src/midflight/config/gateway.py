@@ -14,25 +14,25 @@ _NAME = re.compile(r"\*|[\w.-]+|[\da-fA-F:]+")
 
 class GatewaySection(Section):
     host: str = "127.0.0.1"
-    """Address to listen on; anything but loopback exposes the endpoint."""
+    """Address to listen on; anything but loopback exposes the endpoint. It is for agents on other
+    machines.
+    """
     port: Port = 0
     """0 takes a free port."""
-    hosts: tuple[str, ...] = ()
-    """Names by which clients may ask an endpoint on loopback, beside loopback's own, such as that
-    of a proxy; `*` is any. If any name were allowed, a web page could make its visitors' browsers
-    ask (DNS rebinding).
-    """
     public_url: str = ""
     """The beginning of the addresses of sessions given over HTTP, and of `client.public_url`, for
     agents on other machines, such as `https://proxy.example`. If it is empty, they have the address
-    of the connection that asked. The endpoint answers to its name too.
+    of the connection that asked. An endpoint on loopback answers to loopback's names and to this
+    one's. If any name were allowed, a web page could make its visitors' browsers ask (DNS
+    rebinding).
     """
     private_metrics: bool = False
     """`/metrics` asks for the control token."""
     strict: bool = False
     """Refuse by name fields that have no effect on the text, and limits above the room there is.
     Without this option such a field is ignored and named in a header of the answer
-    (`x-midflight-ignored`), and such a limit is lowered (`x-midflight-clamped`).
+    (`x-midflight-ignored`), and such a limit is lowered (`x-midflight-clamped`). It is for those
+    who move a client here and want to know what it loses.
     """
     sampling: Literal["request", "run"] = "request"
     """Whose sampling counts in sessions that are trained. `request`: that of each request; a turn
@@ -48,18 +48,22 @@ class GatewaySection(Section):
     and so does its answer, for a retry.
     """
     max_sessions: Positive = 10_000
-    """Live sessions, and requests under way; further ones are answered 429."""
+    """Live sessions, and requests under way; further ones are answered 429. It is for those who
+    serve more agents, or have little memory.
+    """
     drain_seconds: NonNegative = 20.0
     """An engine that leaves the run may finish its requests for so long; the others go on on other
-    engines. Larger moves fewer requests, and lets go of machines later.
+    engines. Larger moves fewer requests, and lets go of machines later. It is for machines that are
+    taken away at short notice.
     """
     tool_format: Literal["auto", "none", "hermes", "llama3", "mistral", "qwen_coder"] = "auto"
     """How the model writes tool calls; `auto` finds it in the chat template or the special tokens,
-    else it is `hermes`; `none` reads no calls but forced ones, in Hermes form.
+    else it is `hermes`; `none` reads no calls but forced ones, in Hermes form. A name is for models
+    whose template does not show it.
     """
     reasoning_format: Literal["auto", "none", "think", "mistral"] = "auto"
     """The markers between which the model thinks before it answers; `auto` finds them as above,
-    `none` leaves thinking in the content.
+    `none` leaves thinking in the content. A name is for models whose template does not show them.
     """
     shards: Positive = 1
     """Rollout processes that `train` starts, each with a gateway, agents, buffer and store of its
@@ -72,11 +76,9 @@ class GatewaySection(Section):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that the endpoint answers to, beside those of loopback: `hosts`, and that of
-        `public_url`.
-        """
+        """The names that the endpoint answers to, beside those of loopback."""
         public = urlsplit(self.public_url).hostname
-        return (*self.hosts, public) if public else self.hosts
+        return (public,) if public else ()
 
 
 def gateway_contradictions(gateway: GatewaySection, *, view_port: int) -> Iterator[str]:
@@ -92,12 +94,6 @@ def gateway_contradictions(gateway: GatewaySection, *, view_port: int) -> Iterat
             "gateway.public_url must be the beginning of an address, such as "
             f"https://proxy.example, got {g.public_url!r}"
         )
-    for name in g.hosts:
-        if not _NAME.fullmatch(name):
-            yield (
-                f"gateway.hosts has {name!r}; give names without http:// and without a port, such "
-                "as proxy.example, or * for any"
-            )
     if g.port and g.port == view_port:
         yield (
             f"observe.view_port and gateway.port are both {g.port}; give one of them another port, "

@@ -26,7 +26,7 @@ from midflight.config.options import (
     options,
     tables,
 )
-from midflight.config.replaced import REMOVED, REPLACED
+from midflight.config.replaced import REMOVED, REPLACED, RemovedOption
 from midflight.config.seats import with_placement
 from midflight.config.sections import Config
 from midflight.errors import ConfigError, nearest
@@ -162,7 +162,8 @@ def load_config(
     for name, section in (table or {}).items():
         _lay_over(whole, name, section)
     overridden = {apply_override(whole, text) for text in overrides}
-    origin = _Origin("" if path is None else str(path), overridden, is_stored=note is not None)
+    file = "" if path is None else str(path)
+    origin = _Origin(file, whole, overridden, is_stored=note is not None)
     _refuse(list(_unknown(whole, (), origin)))
     _refuse(list(_replaced(whole, origin, note)))
     config = _with_folders(_validate(whole, origin))
@@ -170,6 +171,18 @@ def load_config(
     prefix = f"{origin.file}: " if origin.file else ""
     _refuse([f"{prefix}{problem}" for problem in contradictions(config)])
     return config
+
+
+def past_config(path: Path) -> Config:
+    """The configuration that a run has stored, for those who look at what the run did. Options that
+    are gone are left out whatever they were, and nothing is said of what could not run here and
+    now. Raises `ConfigError` if the file cannot be read.
+    """
+    whole = _read(path)
+    origin = _Origin(str(path), whole, set(), is_stored=True, is_past=True)
+    _refuse(list(_unknown(whole, (), origin)))
+    _refuse(list(_replaced(whole, origin, lambda _: None)))
+    return _validate(whole, origin)
 
 
 def _lay_over(table: Table, name: str, value: object) -> None:
@@ -202,13 +215,23 @@ def _with_folders(config: Config) -> Config:
 
 class _Origin:
     """The file and the overrides that keys came from, for the start of a message. `is_stored`: the
-    file is the stored configuration of a run.
+    file is the stored configuration of a run. `is_past`: the run does not go on with it.
     """
 
-    def __init__(self, file: str, overridden: set[KeyPath], *, is_stored: bool) -> None:
+    def __init__(
+        self,
+        file: str,
+        table: Table,
+        overridden: set[KeyPath],
+        *,
+        is_stored: bool,
+        is_past: bool = False,
+    ) -> None:
         self.file = file
+        self._table = table
         self._overridden = overridden
         self._is_stored = is_stored
+        self._is_past = is_past
 
     def of(self, path: KeyPath) -> str:
         """The origin of a key."""
@@ -227,6 +250,17 @@ class _Origin:
     def is_stored(self, path: KeyPath) -> bool:
         """True if a run has stored the key."""
         return self._is_stored and not self.is_overridden(path)
+
+    def may_leave_out(self, path: KeyPath, value: Json, removed: RemovedOption) -> bool:
+        """True if a run has stored an option that is gone with its default, or with the value of
+        the option that says the same, or if the run is past.
+        """
+        if not self.is_stored(path):
+            return False
+        if self._is_past or value == removed.default:
+            return True
+        same: KeyPath = tuple(removed.same_as.split("."))
+        return bool(removed.same_as) and value == _value_at(self._table, same)
 
 
 def _refuse(problems: Sequence[str]) -> None:
@@ -295,7 +329,7 @@ def _unknown(node: Table, path: KeyPath, origin: _Origin) -> Iterator[str]:
         removed = REMOVED.get(generic_key(here))
         if generic_key(here) in tables() and option is None:
             yield from _unknown_below(value, here, origin)
-        elif removed is not None and origin.is_stored(here) and value == removed.default:
+        elif removed is not None and origin.may_leave_out(here, value, removed):
             del node[name]
         elif removed is not None:
             yield (

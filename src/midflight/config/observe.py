@@ -16,19 +16,18 @@ class ObserveSection(Section):
     name, or `module:Class` of one's own (metrics.md).
     """
     project: str = "midflight"
-    """The project under which trackers list the run, beside other runs."""
-    samples: bool = False
-    """The terminal shows the last rollout, as `--samples` does."""
-    view: Literal["auto", "off"] = "auto"
-    """`auto`: a run whose viewer is installed (`midflight[view]`) has an address for it, and
-    `/dashboard` of its gateway leads there; the viewer is a process of its own, started for its
-    first visitor.
+    """The project under which trackers list the run, beside other runs. It is for those whose
+    tracker has other runs.
     """
+    samples: bool = False
+    """The terminal shows the last rollout, as `--samples` does. It is for those who read along."""
     view_port: Port = 0
-    """The port on loopback that the viewer of a run listens on; 0 takes a free one."""
+    """The port on loopback on which the viewer beside a run is asked for, where it is installed
+    (`midflight[view]`); 0 takes a free one. It is for those who forward a port to this machine.
+    """
     log_format: Literal["plain", "json"] = "plain"
     """How logs and a terminal that cannot be redrawn are written: as text, or as one JSON object a
-    line, as by `--log-format json`.
+    line, as by `--log-format json`. JSON is for what collects logs.
     """
 
 

@@ -40,6 +40,10 @@ class RemovedOption:
     """
     instead: str
     """The middle of a refusal. It says what to use in place of the option."""
+    same_as: str = ""
+    """An option that says the same. The stored configuration of a run may have the option that is
+    gone with this one's value.
+    """
 
 
 REMOVED: Mapping[str, RemovedOption] = {
@@ -79,5 +83,57 @@ REMOVED: Mapping[str, RemovedOption] = {
         600.0, "the teacher has five times run.stall_seconds for the scores of a batch"
     ),
     "weights.full_every": RemovedOption(16, "every 16th version is sent whole"),
+    "environment.sandbox.output_bytes": RemovedOption(
+        1_000_000, "a program is ended past 1 000 000 bytes of output"
+    ),
+    "environment.tool_concurrency": RemovedOption(
+        64,
+        "a worker calls 64 tools at once; hold calls back in the tool itself where its service "
+        "bears fewer",
+    ),
+    "environment.count_all_choices": RemovedOption(
+        False, "a session that is opened over HTTP asks for it with count_all_choices of its own"
+    ),
+    "environment.system": RemovedOption(
+        "", "each source gives its tasks a system message with environment.sources.*.system"
+    ),
+    "trainer.max_missing_share": RemovedOption(
+        0.1, "a tenth of a batch's tokens may come without a log-probability"
+    ),
+    "trainer.devices": RemovedOption(
+        [],
+        "ranks get the lowest GPUs that engine.servers leaves; name those of the engines in "
+        "engine.servers.*.devices, or give the launcher an order by CUDA_VISIBLE_DEVICES",
+    ),
+    "engine.servers.*.arguments": RemovedOption(
+        [],
+        "engine.arguments are for all servers; start one that needs others yourself, and name it "
+        "in engine.urls",
+    ),
+    "gateway.hosts": RemovedOption(
+        [], "an endpoint on loopback answers to the name in gateway.public_url"
+    ),
+    "observe.view": RemovedOption(
+        "auto", "a run has a viewer where one is installed, which starts for its first visitor"
+    ),
+    "evaluation.suites.*.pass_at": RemovedOption(
+        [],
+        "a suite tells pass@k for each power of two up to evaluation.suites.*.samples, and for that "
+        "number",
+    ),
+    "evaluation.suites.*.passes": RemovedOption(
+        1.0, "curriculum.passes is the reward from which an answer has passed"
+    ),
+    "curriculum.target": RemovedOption(
+        None,
+        'curriculum.priority = "learnability" has nine of ten draws for tasks that are learnable or '
+        "not tried yet",
+    ),
+    "cluster.engines_max": RemovedOption(
+        None, "engine.count is the number of engines on a cluster too", same_as="engine.count"
+    ),
+    "weights.max_paused": RemovedOption(
+        1, "one engine of each 64 is committed at a time, and two of 65 to 128"
+    ),
 }
 """The options that are gone by their keys, as in `Option.key`."""

@@ -21,7 +21,9 @@ class RolloutSection(Section):
     max_staleness: Count = 4
     """S: no trained token is older than this many versions. 0 is the synchronous loop."""
     stale_policy: StalePolicy = StalePolicy.WAIT
-    """How groups are treated that would grow too old."""
+    """How groups are treated that would grow too old. It is for those who compare what published
+    systems do.
+    """
     pause_mode: PauseMode | Literal["auto"] = "auto"
     """How engines pause for a commit: keep, recompute, abort, drain, or `auto` by the engine's
     capabilities.
@@ -31,19 +33,25 @@ class RolloutSection(Section):
     variation. Default (S + 1) * B; less than B is refused.
     """
     min_group_size: Positive | None = None
-    """Fewer scored rollouts than this drop the group. Default: half of `group_size`."""
+    """Fewer scored rollouts than this drop the group. Default: half of `group_size`. It is for
+    those whose estimate of the advantage needs more.
+    """
     retries: Count = 1
-    """How often a rollout whose infrastructure failed is tried again."""
+    """How often a rollout whose infrastructure failed is tried again. Larger is for agents that
+    need services which fail at times.
+    """
     show_every: Count = 0
     """Steps between completions that terminal and journal show, with prompt and reward; 0 shows
-    none. Larger shows fewer.
+    none. Larger shows fewer. It is for those who read along, as with `log_completions` of trl.
     """
     show_completions: Positive = 2
     """How many of the step's rollouts are shown then, the first of each group in turn; larger shows
-    more.
+    more. It is for those who read along, too.
     """
     drop_zero_spread: bool = False
-    """Drop groups whose rewards are all equal, and draw others (DAPO's dynamic sampling)."""
+    """Drop groups whose rewards are all equal, and draw others (DAPO's dynamic sampling). It is for
+    sets in which most groups are alike.
+    """
 
 
 def rollout_contradictions(rollout: RolloutSection, *, max_sessions: int) -> Iterator[str]:
@@ -61,6 +69,11 @@ def rollout_contradictions(rollout: RolloutSection, *, max_sessions: int) -> Ite
             f"({r.group_size}), so no group could run whole; raise max_in_flight or lower "
             "group_size"
         )
+    if r.min_group_size is not None and r.min_group_size > r.group_size:
+        yield (
+            f"rollout.min_group_size ({r.min_group_size}) is more than rollout.group_size "
+            f"({r.group_size}), so every group would be dropped; lower it"
+        )
     if r.group_size > max_sessions:
         yield (
             f"rollout.group_size ({r.group_size}) is more than gateway.max_sessions "
@@ -72,9 +85,4 @@ def rollout_contradictions(rollout: RolloutSection, *, max_sessions: int) -> Ite
             f"rollout.max_in_flight ({r.max_in_flight}) is more than gateway.max_sessions "
             f"({max_sessions}), beyond which rollouts are refused; lower it, or raise "
             "gateway.max_sessions"
-        )
-    if r.min_group_size is not None and r.min_group_size > r.group_size:
-        yield (
-            f"rollout.min_group_size ({r.min_group_size}) is more than rollout.group_size "
-            f"({r.group_size}), so every group would be dropped; lower it"
         )

@@ -4,7 +4,7 @@ engine that is lent.
 
 from collections.abc import Iterator
 
-from midflight.config.derived import num_engines
+from midflight.config.derived import engines_option, num_engines
 from midflight.config.devices import VLLM_RANKS, ServerSection
 from midflight.config.engine import EngineSection
 from midflight.config.seats import device_map, engines_min, server_size
@@ -14,11 +14,10 @@ from midflight.errors import ConfigError
 
 
 def server_contradictions(config: Config) -> Iterator[str]:
-    """Contradictions of `[[engine.servers]]`, `trainer.devices`, adapters and lending, and every
-    GPU that two processes would have, however many there are.
+    """Contradictions of `[[engine.servers]]`, adapters and lending, and every GPU that two
+    processes would have, however many there are.
     """
     engine = config.engine
-    trainer = config.trainer
     local = config.cluster.kind == "local"
     for index, server in enumerate(engine.servers):
         yield from _server_contradictions(engine, f"engine.servers.{index}", server, local=local)
@@ -31,20 +30,6 @@ def server_contradictions(config: Config) -> Iterator[str]:
                 f"{name} says that there are {given} engines, and engine.servers that there are "
                 f"{len(engine.servers)}; mend one"
             )
-    if trainer.devices and trainer.device != "cuda":
-        yield (
-            f'trainer.devices ({list(trainer.devices)}) are of trainer.device = "cuda", which is '
-            f"{trainer.device!r}; remove them, or set it"
-        )
-    elif trainer.devices and len(trainer.devices) != trainer.ranks:
-        yield (
-            f"trainer.devices ({list(trainer.devices)}) are one for each of trainer.ranks "
-            f"({trainer.ranks}); name as many"
-        )
-    if trainer.devices and not local:
-        yield (
-            f"trainer.devices ({list(trainer.devices)}) are chosen by Ray on a cluster; remove them"
-        )
     yield from _adapter_contradictions(config)
     if engine.lend:
         yield from _lending_contradictions(config)
@@ -93,15 +78,15 @@ def _server_contradictions(
             f'{at}.host ({server.host}) is a machine of a cluster, and cluster.kind is "local"; '
             "remove it, or set cluster.kind"
         )
-    if engine.kind == "embedded" and (server.world_size > 1 or server.arguments):
+    if engine.kind == "embedded" and server.world_size > 1:
         yield (
-            f'{at} has sizes or arguments of a server, and engine.kind is "embedded", which is '
-            "on one device; remove them"
+            f'{at} has sizes of a server, and engine.kind is "embedded", which is on one device; '
+            "remove them"
         )
-    if engine.urls and (given or server.arguments or server.host):
+    if engine.urls and (given or server.host):
         yield (
-            f"{at} has a host, devices or arguments, and engine.urls are of a server that runs "
-            "already; remove them"
+            f"{at} has a host or devices, and engine.urls are of a server that runs already; "
+            "remove them"
         )
     if given and not local:
         yield (
@@ -163,19 +148,13 @@ def cluster_contradictions(config: Config) -> Iterator[str]:
     if least > most:
         yield (
             f"cluster.engines_min ({least}) is more than the engines that the run asks for "
-            f"({most}); lower it, or raise cluster.engines_max"
+            f"({most}); lower it, or raise {engines_option(config)}"
         )
     apart = config.environment.untracked.engines
     if cluster.engines_min is not None and apart >= least:
         yield (
             f"cluster.engines_min ({least}) leaves none for the policy beside "
             f"environment.untracked.engines ({apart}); raise it"
-        )
-    if (config.engine.urls or config.engine.servers) and cluster.engines_max is not None:
-        which = "engine.urls" if config.engine.urls else "engine.servers"
-        yield (
-            f"cluster.engines_max ({cluster.engines_max}) does nothing beside {which}, which say "
-            "how many there are; remove it"
         )
     for key, device in (
         ("engine.device", config.engine.device),

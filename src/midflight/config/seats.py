@@ -18,15 +18,9 @@ _TENSOR_PARALLEL = re.compile(r"(?:--tensor-parallel-size|-tp|--tp-size|--tp)[= 
 
 
 def with_placement(config: Config) -> Config:
-    """The configuration with the options that follow from a run's place and size: the number of a
-    cluster's engines, and the transport of weights if none is named.
+    """The configuration with the transport of weights, which follows from a run's place and size
+    if none is named.
     """
-    engine = config.engine
-    cluster = config.cluster
-    starts_engines = not engine.urls and not engine.servers
-    if cluster.kind != "local" and cluster.engines_max is not None and starts_engines:
-        engine = engine.model_copy(update={"count": cluster.engines_max})
-    config = config.model_copy(update={"engine": engine})
     weights = config.weights
     if weights.transport != "auto":
         return config
@@ -104,10 +98,7 @@ def _computing(threads: int, device: str, *, gpus: int) -> Resources:
 
 def server_size(engine: EngineSection, server: ServerSection | None) -> int:
     """The number of GPUs of one server, from its command line, else from its section."""
-    arguments = list(engine.arguments)
-    if server is not None:
-        arguments += server.arguments
-    found = _TENSOR_PARALLEL.search(" ".join(arguments))
+    found = _TENSOR_PARALLEL.search(" ".join(engine.arguments))
     if found:
         return int(found[1])
     return 1 if server is None else server.world_size
@@ -167,10 +158,9 @@ def _requests(config: Config, *, ranks: bool, teacher: bool) -> Iterator[DeviceR
     engine = config.engine
     trainer = config.trainer
     if ranks and trainer.device != "cpu":
-        option = "trainer.devices" if trainer.devices else f"trainer.device = {trainer.device!r}"
+        option = f"trainer.device = {trainer.device!r}"
         for rank in range(trainer.ranks):
-            named = trainer.devices[rank : rank + 1] or _numbered(trainer.device)
-            yield DeviceRequest(f"trainer{rank or ''}", 1, option, named)
+            yield DeviceRequest(f"trainer{rank or ''}", 1, option, _numbered(trainer.device))
     if engine.device == "cpu":
         return
     option = f"engine.device = {engine.device!r}"

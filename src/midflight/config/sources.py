@@ -36,7 +36,8 @@ class SourceSection(Section):
     """
     posted: bool = False
     """Tasks come over HTTP, `POST /midflight/v1/tasks`, and are tried before those of other
-    sources; with no other source the run waits for them.
+    sources; with no other source the run waits for them. It is for programs that make tasks while
+    the run goes on.
     """
     name: str = ""
     """What metrics call it. Default: the name of the dataset, of the file without its ending, or of
@@ -54,7 +55,7 @@ class SourceSection(Section):
     """
     shuffle: bool = True
     """Whether each pass through the tasks has an order of its own; without it all are in the order
-    of the rows.
+    of the rows. That is for rows whose order is a curriculum.
     """
     prompt: str = "{question}"
     """What the model is asked: a format over the row's columns such as `{question}`, or the name of
@@ -62,14 +63,14 @@ class SourceSection(Section):
     `answer` and those of its metadata.
     """
     system: str = ""
-    """A system message before the prompt."""
+    """A system message before the prompt. It is for models that want their instructions there."""
     answer: str = ""
     """The column with the expected answer, a text or a number, which becomes `answer` as text;
     empty leaves all columns as they are.
     """
     id: str = ""
     """The column that identifies a task, a text or a whole number, each once; empty numbers the
-    rows from 0.
+    rows from 0. It is for those who look for a task by the name that it has elsewhere.
     """
     content: str = ""
     """The column that identifies a task's content; training and held-out tasks never share a value
@@ -121,26 +122,23 @@ class SourceSection(Section):
 
 class CurriculumSection(Section):
     """Which task of a source is tried next, by how often its rollouts passed lately. Each task is
-    in a pool: not tried yet, hard, learnable or easy. Neither `priority` nor `target`: tasks have
-    their turns, whatever comes of them."""
+    in a pool: not tried yet, hard, learnable or easy.
+    """
 
     priority: Literal["uniform", "learnability"] = "uniform"
-    """learnability: a task of pass rate p is drawn in proportion to p(1 - p), of which a group
-    teaches most; uniform: all tasks of a pool alike.
-    """
-    target: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Share of the draws for tasks that are learnable or not tried yet; larger leaves less for hard
-    and easy ones. None leaves it to the priority.
+    """learnability: nine of ten draws are of tasks that are learnable or not tried yet, in
+    proportion to p(1 - p) of the pass rate p, which a group learns most from; uniform: tasks have
+    their turns, whatever comes of them. It is for sets in which most tasks are solved or hopeless.
     """
     passes: float = 1.0
-    """The reward from which a rollout has passed; larger asks more. Rewards need not lie between 0
-    and 1.
+    """The reward from which a rollout has passed, here and in the pass@k of evaluations; larger asks
+    more. It is for rewards that do not lie between 0 and 1.
     """
 
     @property
     def chooses(self) -> bool:
         """Whether tasks are drawn by their pass rates at all."""
-        return self.priority != "uniform" or self.target is not None
+        return self.priority != "uniform"
 
 
 def source_names(sources: Sequence[SourceSection]) -> tuple[str, ...]:

@@ -20,32 +20,31 @@ class TrainerSection(Section):
     warmup_steps: Count = 5
     """Steps of linear warm-up."""
     weight_decay: NonNegative = 0.0
-    """AdamW's decoupled decay; larger shrinks weights more."""
+    """AdamW's decoupled decay; larger shrinks weights more. It is for recipes that have it."""
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     """AdamW's decay of the mean of squared gradients; larger remembers more steps. 0.999 is
-    torch's and TRL's default.
+    torch's and TRL's default. It is for recipes of these.
     """
     max_grad_norm: Above0 = 1.0
-    """Gradients of larger L2 norm are scaled down to it."""
+    """Gradients of larger L2 norm are scaled down to it. It is for recipes that have another bound.
+    """
     micro_batch_tokens: Positive = 2048
     """Tokens of one forward and backward; larger takes more memory, and is faster on GPUs alone.
     Default with `model.path`: 4096 on GPUs; on CPUs as many as an eighth of the machine's memory
     holds activations of, from 512 to 2048.
     """
     updates_per_step: Positive = 1
-    """Mini-batch updates in a step; above 1 the proximal policy is computed at the step's start."""
+    """Mini-batch updates in a step; above 1 the proximal policy is computed at the step's start. It
+    is for recipes of PPO.
+    """
     epochs_per_step: Positive = 1
     """How often a step trains on its batch (µ of GRPO, PPO's epochs), each time with
     `updates_per_step` updates; larger learns more from a batch, and goes further from the policy
-    that sampled it.
+    that sampled it. It is for recipes of PPO too.
     """
     on_alarm: Literal["warn", "skip", "stop"] = "warn"
     """The effect of a reading that says that training is off its distribution: warn, skip the step,
     or stop the run.
-    """
-    max_missing_share: Fraction = 0.1
-    """Share of a batch's tokens that may come without a log-probability; they are masked and
-    counted, and more of them end the run.
     """
     ranks: Positive = 1
     """Trainer processes that share each step, with the model sharded over them; on a GPU machine
@@ -58,21 +57,17 @@ class TrainerSection(Section):
     """
     activation_checkpointing: bool = False
     """Keep only each layer's input for the backward and compute the rest again: less memory, about
-    a third more time.
+    a third more time. It is for models that do not fit otherwise.
     """
     compile: bool = False
     """Compile the layers' feed-forward parts with torch.compile: slower to start, and no faster on
-    CPUs.
+    CPUs. It is for GPUs, on which it was not measured.
     """
     threads: Positive = 1
     """CPU threads of one trainer process."""
     device: str = "cpu"
     """The device that the trainer computes on: `cpu`, `cuda`, which gives each rank a GPU of its
-    own, or such as `cuda:1`.
-    """
-    devices: tuple[Count, ...] = ()
-    """Numbers of the ranks' GPUs on this machine, one for each rank. Default: the free ones, the
-    lowest first. On a cluster Ray chooses.
+    own, the lowest that `engine.servers` leaves, or such as `cuda:1`.
     """
     checkpoint_every: Count = 50
     """Steps between checkpoints; 0 saves at the end only."""

@@ -19,20 +19,20 @@ class WeightsSection(Section):
     older tokens.
     """
     stage_seconds: Seconds = 60.0
-    """Deadline of staging on one engine; past it the engine is quarantined."""
-    commit_seconds: Seconds = 30.0
-    """Deadline of the commit, the pause included."""
-    commit: Literal["rolling", "barrier"] = "rolling"
-    """rolling: one engine after the other, so that the others generate; barrier: all at once, so
-    that no two versions are ever served together.
+    """Deadline of staging on one engine; past it the engine is quarantined. Larger is for models
+    whose bytes take longer.
     """
-    max_paused: Positive = 1
-    """Engines that are committed at once with `commit = "rolling"`. Larger brings a version to many
-    engines sooner, and takes more of them out of generation meanwhile.
+    commit_seconds: Seconds = 30.0
+    """Deadline of the commit, the pause included. Larger is for such models too."""
+    commit: Literal["rolling", "barrier"] = "rolling"
+    """rolling: one engine after the other, or one of each 64, so that the others generate; barrier:
+    all at once, so that no two versions are ever served together. The latter is for those who
+    compare with a synchronous loop.
     """
     delta: bool = False
-    """Send only the changes since the version before, and every 16th version whole. These are
-    fewer bytes where steps are small and the served precision is coarse.
+    """Send only the changes since the version before, and every 16th version whole. These are fewer
+    bytes where steps are small and the served precision is coarse. It is for engines behind a slow
+    network.
     """
 
 

@@ -34,6 +34,10 @@ WAIT_SECONDS = 0.5
 """The wait before the second try. It grows by this much before each further one."""
 LONGEST_WAIT_SECONDS = 8.0
 PATH = "/v1/chat/completions"
+TOOL_CONCURRENCY = 64
+"""Calls of tools under way at once in one worker. More would ask much of the services behind
+them.
+"""
 
 Post: TypeAlias = Callable[[str, bytes], Awaitable[HttpAnswer]]
 """Posts a body to a path of the gateway. Waits for the whole answer, or until its caller cancels
@@ -102,7 +106,7 @@ class BuiltInLoop:
                 "the environment a `reward`."
             )
         self._servers = McpServers(section.mcp)
-        self._slots = asyncio.Semaphore(section.tool_concurrency)
+        self._slots = asyncio.Semaphore(TOOL_CONCURRENCY)
         self._wants_ids = self.rewards.asks_for("completion_ids")
         self._in_tools: dict[str, ToolTime] = {}
         """The time in tools of the rollouts that run."""
@@ -201,10 +205,6 @@ class BuiltInLoop:
 
     async def _begun(self, task: Task, episode: Episode | None) -> Dialogue:
         messages = task.messages
-        has_system = any(message.get("role") in ("system", "developer") for message in messages)
-        if self._section.system and not has_system:
-            system: dict[str, Json] = {"role": "system", "content": self._section.system}
-            messages = [system, *messages]
         if episode is None:
             return Dialogue(task, messages, len(messages))
         observation = await episode.reset(task)

@@ -28,7 +28,10 @@ class Pool(StrEnum):
 
 
 HOPEFUL = (Pool.UNSEEN, Pool.LEARNABLE)
-"""The pools from which the share `curriculum.target` of the tasks is drawn."""
+HOPEFUL_SHARE = 0.9
+"""The share of the draws for tasks that may teach. A simulated policy needs 0.89 of the rollouts
+that it needs without this share (`benchmarks/tasks.py --parts curriculum`).
+"""
 HARD_BELOW = 0.1
 """Tasks of a lower pass rate are hard."""
 EASY_ABOVE = 0.9
@@ -46,9 +49,8 @@ class SourcePools:
     drawn.
     """
 
-    def __init__(self, size: int, section: CurriculumSection) -> None:
+    def __init__(self, size: int) -> None:
         self._size = size
-        self._section = section
         self._ended = defaultdict[int, list[Passes]](list)
         self._under_way = Counter[int]()
         self.passed = 0
@@ -132,7 +134,7 @@ class SourcePools:
         the advantage of a rollout.
         """
         rate = self.rate(place)
-        if rate is None or self._section.priority == "uniform":
+        if rate is None:
             return 1.0
         return max(FLOOR, 4 * rate * (1 - rate))
 
@@ -148,16 +150,12 @@ class SourcePools:
                 return place
 
     def _side(self, chance: random.Random) -> Sequence[Sequence[int]]:
-        """Returns the pools to draw from: all of them, or one side by the target. If that side is
-        empty, it returns all.
+        """Returns the pools to draw from: those of the tasks that may teach, or the others. If that
+        side is empty, it returns all.
         """
-        every = list(self._free.values())
-        target = self._section.target
-        if target is None:
-            return every
-        is_hopeful = chance.random() < target
+        is_hopeful = chance.random() < HOPEFUL_SHARE
         side = [places for pool, places in self._free.items() if (pool in HOPEFUL) == is_hopeful]
-        return side if any(side) else every
+        return side if any(side) else list(self._free.values())
 
 
 def _nth(pools: Iterable[Sequence[int]], number: int) -> int:
@@ -186,7 +184,7 @@ class Curriculum:
         """
         self._pools: list[SourcePools] = []
         if section.chooses:
-            self._pools = [SourcePools(size, section) for size in sizes]
+            self._pools = [SourcePools(size) for size in sizes]
         self._section = section
         self._seed = seed
         self._place_at = place_at

@@ -90,15 +90,18 @@ class Evaluator:
         record: Record,
         keep: int = 0,
         suites: Sequence[Suite] = (),
+        passes: float = 1.0,
     ) -> None:
         """`keep` is the number of rollouts of each source that are kept from an evaluation. They
-        are those of its first tasks, the same in each evaluation, so that they can be compared.
+        are those of its first tasks, the same in each evaluation, so that they can be compared. An
+        answer to a suite has passed from the reward `passes`.
         """
         self._rollouts = rollouts
         self._slots = slots
         self._record = record
         self._keep = keep
         self._suites = suites
+        self._passes = passes
 
     def num_rollouts(self, tasks: Sequence[Task]) -> int:
         """Returns the number of rollouts of an evaluation, including its suites."""
@@ -122,7 +125,9 @@ class Evaluator:
         for suite in self._suites:
             keyed = _keyed_samples(suite.tasks_of(tasks), suite.section.samples)
             found = await self._tried(suite.rollouts, keyed, version=version, over=over)
-            scores = suite_scores(suite.section, found, temperature=suite.temperature)
+            scores = suite_scores(
+                suite.section, found, temperature=suite.temperature, passes=self._passes
+            )
             self._tell(scores, version=version)
             every += scores
         return every
@@ -251,14 +256,16 @@ def _score(source: str, found: Sequence[Trajectory]) -> SourceScore:
 
 
 def suite_scores(
-    section: SuiteSection, found: Sequence[Trajectory], *, temperature: float
+    section: SuiteSection, found: Sequence[Trajectory], *, temperature: float, passes: float
 ) -> tuple[SourceScore, ...]:
-    """The scores by source, under the name of the suite. A task with fewer than k scored answers is
+    """The scores by source, under the name of the suite. An answer has passed from the reward
+    `passes`. A task with fewer than k scored answers is
     in no mean of that k (I10).
     """
     of_tasks = [found[i : i + section.samples] for i in range(0, len(found), section.samples)]
     return tuple(
-        _suite_score(section, score, of_tasks, temperature=temperature) for score in _scores(found)
+        _suite_score(section, score, of_tasks, temperature=temperature, passes=passes)
+        for score in _scores(found)
     )
 
 
@@ -268,6 +275,7 @@ def _suite_score(
     of_tasks: Sequence[Sequence[Trajectory]],
     *,
     temperature: float,
+    passes: float,
 ) -> SourceScore:
     rewards: list[list[float]] = []
     for answers in of_tasks:
@@ -279,7 +287,7 @@ def _suite_score(
         best: list[float] = []
         for scored in rewards:
             if len(scored) >= k:
-                num_passed = sum(reward >= section.passes for reward in scored)
+                num_passed = sum(reward >= passes for reward in scored)
                 passed.append(pass_at(len(scored), num_passed, k))
                 best.append(best_at(scored, k))
         if passed:

@@ -14,6 +14,15 @@ def percent(share: float | None) -> str:
     return UNKNOWN if share is None else f"{share:.0%}"
 
 
+def table_cell(text: str) -> str:
+    """The text as a cell of a table in Markdown, where a line is a row and a bar ends a cell. It is
+    not taken as HTML.
+    """
+    for sign, written in (("\\", "\\\\"), ("|", "\\|"), ("<", "&lt;"), ("\n", "<br>")):
+        text = text.replace(sign, written)
+    return text
+
+
 def duration(seconds: float | None) -> str:
     """`7 s`, `3 min 20 s`, `2 h 05 min`."""
     if seconds is None:

@@ -22,7 +22,7 @@ from midflight.observe import plot
 from midflight.observe.atomic_write import write_whole
 from midflight.observe.history import JournalHistory
 from midflight.observe.machine import MACHINE
-from midflight.observe.readable import UNKNOWN, duration, number
+from midflight.observe.readable import UNKNOWN, duration, number, table_cell
 from midflight.observe.summary import SUMMARY
 from midflight.types import Json
 
@@ -267,8 +267,7 @@ def fenced(text: str) -> str:
 
 def cell(text: object) -> str:
     """The text of a cell in a table of Markdown."""
-    said = UNKNOWN if text is None else str(text)
-    return said.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", "<br>")
+    return UNKNOWN if text is None else table_cell(str(text))
 
 
 def _option(value: Json) -> str:

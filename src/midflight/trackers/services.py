@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from midflight.observe.readable import table_cell
 from midflight.trackers.spans import RolloutSpan
 from midflight.trackers.tracker import TrackedRun, Tracker
 
@@ -106,15 +107,10 @@ class TensorBoard(Tracker):
 
 
 def _cell(cell: str | float | None) -> str:
-    """Returns the text of a cell in a Markdown table, where a line is a row and a bar ends a cell.
-    Text of the model is not taken as HTML.
-    """
+    """Returns the text of a cell in a Markdown table."""
     if cell is None:
         return ""
-    text = f"{cell:.3f}" if isinstance(cell, float) else str(cell)
-    for sign, written in (("&", "&amp;"), ("<", "&lt;"), ("|", "&#124;"), ("\n", "<br>")):
-        text = text.replace(sign, written)
-    return text
+    return table_cell(f"{cell:.3f}" if isinstance(cell, float) else str(cell))
 
 
 class WeightsAndBiases(Tracker):

@@ -42,8 +42,6 @@ class StepRules:
     updates_per_step: int = 1
     max_staleness: int = 4
     """The age in versions that a trained token may have at most (I2)."""
-    max_missing_share: float = 0.1
-    """The largest share of a batch's tokens that may come without a log-probability."""
     on_alarm: Literal["warn", "skip", "stop"] = "warn"
     epochs_per_step: int = 1
 

@@ -25,6 +25,10 @@ LEAST_LOGPROB = -1000.0
 """No log-probability of a sampled token is as low as this. Engines that lack one write such a
 number (-9999) in its place.
 """
+MAX_MISSING_SHARE = 0.1
+"""The largest share of a batch's tokens that may come without a log-probability. They are masked
+and counted; more of them mean that an engine returns none.
+"""
 _MOST_LOGPROB = 1e-3
 """Rounding may lift a log-probability slightly above 0."""
 

@@ -27,7 +27,7 @@ from midflight.trainer.own_loss import objective_of
 from midflight.trainer.report import StepReport
 from midflight.trainer.schedule import Schedule
 from midflight.trainer.step import Stepper, StepRules
-from midflight.trainer.tokens import step_tokens
+from midflight.trainer.tokens import MAX_MISSING_SHARE, step_tokens
 from midflight.trainer.watch import StepWatch
 from midflight.types import PackedBatch, Version
 from midflight.types.digests import StepChain
@@ -185,7 +185,7 @@ class PolicyTrainer:
             batch,
             self._scoring,
             max_staleness=self._rules.max_staleness,
-            max_missing_share=self._rules.max_missing_share,
+            max_missing_share=MAX_MISSING_SHARE,
             dtype=self._dtype,
             device=self._device,
         )
@@ -237,7 +237,6 @@ def trainer_of(
         rules=StepRules(
             section.updates_per_step,
             config.rollout.max_staleness,
-            section.max_missing_share,
             section.on_alarm,
             section.epochs_per_step,
         ),

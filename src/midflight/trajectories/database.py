@@ -5,12 +5,12 @@ transactions, and errors with names.
 import os
 import secrets
 import sqlite3
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -20,6 +20,7 @@ from midflight.errors import StoreCorrupt, StoreFailed, StoreNewer
 from midflight.types import GroupKey, Json, Reason, Row, Task, Trajectory, Turn
 from midflight.types.rollouts import RoleRecord, TurnRecord
 
+Decoded = TypeVar("Decoded")
 Value: TypeAlias = "int | float | str | bytes | None"
 
 APPLICATION_ID = 0x4D464C54
@@ -442,6 +443,16 @@ def decode_turn(blob: bytes) -> Turn:
 
 def encode_task(task: Task) -> bytes:
     return _encode(_StoredTask(task.id, task.source, dict(task.data), task.place))
+
+
+def decoded(path: Path, decode: Callable[[bytes], Decoded], blob: bytes) -> Decoded:
+    """The value of a blob in the file at `path`. Raises `StoreCorrupt` if `decode` cannot read it."""
+    try:
+        return decode(blob)
+    except (msgspec.MsgspecError, ValueError, AssertionError) as error:
+        raise StoreCorrupt(
+            f"Reading {path}: {error}; restore the file from a copy, or start a new run folder."
+        ) from error
 
 
 def decode_task(blob: bytes) -> Task:

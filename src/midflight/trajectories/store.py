@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
-import msgspec
-
-from midflight.errors import StoreCorrupt, UnknownLease
+from midflight.errors import UnknownLease
 from midflight.trajectories import database
 from midflight.trajectories.database import COPIED, Database, State, Value
 from midflight.types import (
@@ -633,13 +631,7 @@ class Store:
         return self._decoded(database.decode_task, blob)
 
     def _decoded(self, decode: Callable[[bytes], T], blob: bytes) -> T:
-        try:
-            return decode(blob)
-        except (msgspec.MsgspecError, ValueError, AssertionError) as error:
-            raise StoreCorrupt(
-                f"Reading {self._db.path}: {error}; restore the file from a copy, or start a new "
-                "run folder."
-            ) from error
+        return database.decoded(self._db.path, decode, blob)
 
     def _keys(self, where: str, *values: Value) -> list[GroupKey]:
         """Keys in the order of finishing. Groups that have not finished come first, in the order of

@@ -7,14 +7,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from midflight.wire.edge import headers_of, plain_fault, send_fault
 
-ANY_HOST = "*"
-
 
 class OnlyHosts:
     """An application for requests that call it by an address of loopback or one of `names`.
 
     A web page may make its own name lead here (DNS rebinding), and then its visitors' browsers ask
-    by that name. `ANY_HOST` permits it.
+    by that name.
     """
 
     def __init__(self, app: ASGIApp, names: Collection[str]) -> None:
@@ -31,17 +29,16 @@ class OnlyHosts:
         else:
             message = (
                 f"this server does not answer for the host {name[:80]!r}: ask 127.0.0.1 or "
-                "localhost, or add the name to gateway.hosts."
+                "localhost, or set gateway.public_url to an address of that name."
             )
             await send_fault(send, plain_fault(421, message, "unknown_host"))
 
 
 def guarded(app: ASGIApp, *, host: str, names: Collection[str]) -> ASGIApp:
     """The application as it may listen on `host`. If `host` is loopback, it answers to the names of
-    loopback and to `names`. Elsewhere it answers to any name, as it does with `ANY_HOST` among
-    `names`.
+    loopback and to `names`. Elsewhere it answers to any name.
     """
-    if ANY_HOST in names or not is_loopback(host):
+    if not is_loopback(host):
         return app
     return OnlyHosts(app, names)
 

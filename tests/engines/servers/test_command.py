@@ -94,12 +94,12 @@ def test_a_numbered_device_is_the_only_one_the_server_sees(device: str, visible:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("vllm", "--tensor-parallel-size=2 --pipeline-parallel-size=3 --data-parallel-size=4 --first --second"),
-        ("sglang", "--tp-size=2 --pp-size=3 --dp-size=4 --first --second"),
+        ("vllm", "--tensor-parallel-size=2 --pipeline-parallel-size=3 --data-parallel-size=4 --first"),
+        ("sglang", "--tp-size=2 --pp-size=3 --dp-size=4 --first"),
     ],
 )
 def test_a_server_over_several_devices_is_told_so_in_its_own_words_and_sees_those_alone(kind: str, words: str) -> None:
-    server = {"tensor_parallel": 2, "pipeline_parallel": 3, "data_parallel": 4, "arguments": ["--second"]}
+    server = {"tensor_parallel": 2, "pipeline_parallel": 3, "data_parallel": 4}
     made = command(kind, device="cuda", servers=[server], arguments=["--first"])
     assert " ".join(made.argv).endswith(words) and "CUDA_VISIBLE_DEVICES" not in made.environ
     placed = command(kind, {"CUDA_VISIBLE_DEVICES": "4,5,6"}, device="cuda", servers=[{"devices": [2, 0], "tensor_parallel": 2}])

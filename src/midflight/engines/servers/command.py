@@ -83,7 +83,6 @@ def server_command(
     argv += words
     argv += _parallel(engine.kind, server)
     argv += engine.arguments
-    argv += server.arguments
     environ = dict(_cleaned(inherited, python))
     environ |= _device(engine.device, server.devices, inherited)
     environ |= settings

@@ -12,6 +12,8 @@ from typing import Literal, Protocol
 from midflight.config.agents import SandboxSection
 
 LOOK_SECONDS = 0.1
+OUTPUT_BYTES = 1_000_000
+"""The most bytes of a program's output, and of its errors, past which it is ended."""
 Ended = Literal["time", "memory", "output"]
 
 
@@ -184,12 +186,11 @@ class LimitedProcess:
         """Reads until the stream's end, or until there is more than the limit."""
         assert stream is not None
         found = b""
-        most = self._limits.output_bytes
         while more := await stream.read(65536):
-            found += more[: most - len(found) + 1]
-            if len(found) > most:
+            found += more[: OUTPUT_BYTES - len(found) + 1]
+            if len(found) > OUTPUT_BYTES:
                 self._end("output")
-        return found[:most].decode(errors="replace")
+        return found[:OUTPUT_BYTES].decode(errors="replace")
 
     async def _write(self, text: str) -> None:
         """Waits until everything is read, or nothing reads it any more."""

@@ -13,6 +13,7 @@ from dataclasses import replace
 from midflight.config.agents import SandboxSection
 from midflight.environments.sandboxes.makers import MAKERS, Shell
 from midflight.environments.sandboxes.port import (
+    OUTPUT_BYTES,
     Box,
     BoxSetup,
     Ended,
@@ -134,11 +135,10 @@ class RemoteBox:
             await self._shell("true", self._answer_seconds)
             status = KILLED
         took = loop.time() - began
-        most = self._limits.output_bytes
-        out = await self._fetched("out", most + 1)
-        err = await self._fetched("err", most + 1)
+        out = await self._fetched("out", OUTPUT_BYTES + 1)
+        err = await self._fetched("err", OUTPUT_BYTES + 1)
         ended: Ended | None = None
-        if max(len(out), len(err)) > most:
+        if max(len(out), len(err)) > OUTPUT_BYTES:
             ended = "output"
         elif status == KILLED and took >= limit:
             ended = "time"
@@ -146,8 +146,8 @@ class RemoteBox:
             ended = "memory"
         return ProgramResult(
             None if ended else _signed(status),
-            out[:most].decode(errors="replace"),
-            err[:most].decode(errors="replace"),
+            out[:OUTPUT_BYTES].decode(errors="replace"),
+            err[:OUTPUT_BYTES].decode(errors="replace"),
             took,
             ended,
         )

@@ -100,7 +100,6 @@ class Gateway:
         anonymous: bool = True,
         strict: bool = False,
         own_sampling: bool = False,
-        count_all_choices: bool = False,
         message_format: MessageFormat | None = None,
         apart: Generator | None = None,
         shard: int | None = None,
@@ -139,7 +138,6 @@ class Gateway:
         )
         self._anonymous = anonymous
         self._strict = strict
-        self._count_all_choices = count_all_choices
         self._sessions = SessionRegistry(
             tokenizer, max_sessions=max_sessions, message_format=self.message_format, shard=shard
         )
@@ -155,21 +153,20 @@ class Gateway:
         *,
         sampling: SamplingParams,
         tracked: bool,
-        count_all_choices: bool | None = None,
+        count_all_choices: bool = False,
     ) -> OpenSession:
         """Opens a session; raises `Overloaded` if there are too many. `sampling` gives the
         defaults, and the temperature that counts as the policy's.
 
         With `count_all_choices` choices (n > 1) that the agent did not continue are trained too,
-        not dropped(unchosen). `None` takes the gateway's own setting.
+        not dropped(unchosen).
         """
-        counts_all = self._count_all_choices if count_all_choices is None else count_all_choices
         handle = self._sessions.open(
             key,
             sampling=sampling,
             tracked=tracked,
             address=self.address,
-            count_all_choices=counts_all,
+            count_all_choices=count_all_choices,
         )
         if tracked and key in self._recorded:
             self._sessions.get(handle.session_id).recorded = self._recorded.pop(key)

@@ -26,9 +26,9 @@ from midflight.wire.server import listen
 HOST = "127.0.0.1"
 
 
-def has_viewer(config: Config) -> bool:
-    """True if a run of this configuration has an address for a viewer."""
-    return config.observe.view == "auto" and importlib.util.find_spec("nicegui") is not None
+def has_viewer() -> bool:
+    """True if a run has an address for a viewer, because one is installed."""
+    return importlib.util.find_spec("nicegui") is not None
 
 
 def open_address(port: int) -> socket.socket:
@@ -45,7 +45,7 @@ class RunViewer:
         self._folder = Path(config.run.folder)
         self._log = self._folder / LOGS / "view.log"
         self._port = config.observe.view_port
-        self._wanted = has_viewer(config)
+        self._wanted = has_viewer()
         self._token = token
         self._say = say
 

@@ -149,7 +149,6 @@ class Serving:
             max_requests=config.gateway.max_sessions,
             orphan_seconds=seconds / 4,
             anonymous=anonymous,
-            count_all_choices=config.environment.count_all_choices,
             message_format=MessageFormat(
                 tokenizer,
                 tools=config.gateway.tool_format,
@@ -250,7 +249,6 @@ class Serving:
             self.fleet,
             pause_mode=config.rollout.pause_mode,
             way=config.weights.commit,
-            max_paused=config.weights.max_paused,
             stage_seconds=config.weights.stage_seconds,
             commit_seconds=config.weights.commit_seconds,
             record=record,
@@ -350,4 +348,5 @@ class Agents:
             record=self.record,
             keep=KEPT_ROLLOUTS,
             suites=suites,
+            passes=self.config.curriculum.passes,
         )

@@ -119,5 +119,5 @@ def port(plan: Plan) -> None:
 
 def view_port(plan: Plan) -> None:
     """Raises `ConfigError` if the viewer beside the run cannot listen at its port."""
-    if has_viewer(plan.config):
+    if has_viewer():
         open_address(plan.config.observe.view_port).close()
