@@ -24,6 +24,7 @@ from midflight.errors import ConfigError
         (["gateway.shards=2", "cluster.kind=ray"], "gateway.shards is 2, which needs one machine"),
         (["gateway.shards=2", "run.store_folder=/x"], "each has a store in the run's folder"),
         (["gateway.shards=2", "environment.entry=midflight.environments.claimed:claimed"], "rollouts that are claimed go to one gateway"),
+        (["rollout.min_group_size=9"], "rollout.min_group_size (9) is more than rollout.group_size (8)"),
         (
             ["weights.every=6"],
             "weights.every (6) leaves the last step before a publication tokens that are 5 versions old, and rollout.max_staleness is 4",
@@ -114,7 +115,7 @@ def test_a_contradiction_is_refused_with_both_values(overrides: list[str], expec
 
 
 def test_the_values_at_the_edge_are_allowed() -> None:
-    load_config(None, ["rollout.buffer_groups=16", "rollout.max_in_flight=8", "environment.max_tokens=255"])
+    load_config(None, ["rollout.buffer_groups=16", "rollout.max_in_flight=8", "rollout.min_group_size=8", "environment.max_tokens=255"])
 
 
 def test_servers_are_configured_by_kind_and_place() -> None:

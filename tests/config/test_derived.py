@@ -46,9 +46,9 @@ def test_the_buffer_works_with_the_numbers_that_are_shown(group_size: int) -> No
 
 
 def test_what_is_set_wins_over_what_follows() -> None:
-    config = load_config(None, ["rollout.max_in_flight=100", "rollout.buffer_groups=20"])
+    config = load_config(None, ["rollout.max_in_flight=100", "rollout.buffer_groups=20", "rollout.min_group_size=2"])
     rollout = config.rollout
-    assert (derived.in_flight(config), derived.buffer_groups(rollout), derived.min_group_size(rollout)) == (100, 20, 4)
+    assert (derived.in_flight(config), derived.buffer_groups(rollout), derived.min_group_size(rollout)) == (100, 20, 2)
 
 
 def test_admission_grows_by_one_batch_with_every_served_version() -> None:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from midflight.config.sections import Config
 from midflight.engines.embedded.engine import EmbeddedEngine
+from midflight.engines.embedded.prefixes import PrefixRoom
 from midflight.environments.single_turn import exact_match
 from midflight.environments.sources import Source, load_sources
 from midflight.errors import StepSkipped
@@ -193,7 +194,7 @@ class Accuracy:
             max_running=max(1, len(lessons.heldout)),
             max_batch_tokens=config.engine.max_batch_tokens,
             max_context=config.model.max_context,
-            prefix_bytes=0,  # its weights change under it
+            prefixes=PrefixRoom(0),  # its weights change under it
         )
 
     def take(self) -> None:
