@@ -459,7 +459,7 @@ def _not_read() -> Iterator[str]:
 def _errors() -> Iterator[str]:
     """By status and code, each with the class that has it; two of one code are one row."""
     yield (
-        "\n## Errors\n\nBy the classes of [errors.py](../src/midflight/errors.py). Where trying "
+        "\n## Errors\n\nEach code stands for classes of [errors.py](../src/midflight/errors.py). Where trying "
         "again can help there is `Retry-After`.\n\n"
     )
     yield "| status | `code` | errors | worth trying again |\n|---|---|---|---|\n"

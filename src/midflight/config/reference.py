@@ -24,8 +24,8 @@ INTRODUCTION = """# Configuration
 Made from the sections in `src/midflight/config` by `python -m midflight.config.reference docs/configuration.md`; edit the sentences there.
 
 A run is one TOML file. Every option can be overridden on the command line: `--set rollout.max_staleness=2`, or
-`--set environment.sources.0.size=100` for one of a list. Unknown keys are refused, with the nearest key that exists. An option that
-may be unset is unset by writing `"none"`. `midflight train CONFIG --dry-run` prints what follows from the numbers, and
+`--set environment.sources.0.size=100` for one of a list. Unknown keys are refused, with the nearest key that exists. An option
+whose default is none is unset by writing `"none"`. `midflight train CONFIG --dry-run` prints what follows from the numbers, and
 [choosing the knobs](knobs.md) says which number to choose.
 """
 TEN = (
@@ -156,11 +156,18 @@ def _row(option: Option, text: str, name: str) -> str:
     """The row of an option, called `name` there."""
     cells = (
         f"`{name}`",
-        option.expectation.replace("'", "`"),
+        _values(option),
         _default(option),
         text,
     )
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _values(option: Option) -> str:
+    """The accepted values, in fewer words than an error has for them."""
+    text = option.expectation.replace("'", "`").replace(' (or "none")', "")
+    text = text.replace("a whole number", "integer").replace("a number", "number")
+    return text.replace(" >= ", " ≥ ").replace(" <= ", " ≤ ").replace("one of ", "")
 
 
 def _default(option: Option) -> str:
