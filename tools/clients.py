@@ -16,6 +16,8 @@ from tests.corpus.recorded import Recorded, read
 
 INTRODUCTION = """# Clients
 
+*A page to look things up in.*
+
 Made by `python tools/clients.py docs/clients.md`; edit the sentences there.
 
 An agent that exists changes its base URL and nothing else. The endpoint speaks OpenAI's and Anthropic's APIs, SGLang's and vLLM's; a pause, new

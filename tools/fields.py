@@ -28,6 +28,8 @@ from midflight.types.generation import PARAMETERS, Api, Parameter
 
 INTRODUCTION = """# Fields of requests
 
+*A page to look things up in.*
+
 Made from the code by `python tools/fields.py docs/fields.md`; edit the sentences there. [gateway.md](gateway.md) says what all routes have
 in common. A field that is in none of these tables is passed over, and the answer's head names it; one that is close to a sampling parameter is
 refused by its name, and so is a value that the gateway cannot honour. With `gateway.strict` all that is passed over is refused, but for

@@ -167,6 +167,13 @@ def test_the_measured_numbers_are_keys_of_the_summary() -> None:
     assert len(keys) >= 10 and set(keys) <= {field.name for field in fields(Summary)}
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent != ROOT], ids=lambda path: path.name)
+def test_every_page_says_below_its_title_how_long_it_takes(page: Path) -> None:
+    title, blank, said, *_ = page.read_text().splitlines()
+    assert title.startswith("# ") and not blank
+    assert re.fullmatch(r"\*(?:To read: (?:\d+ minutes?\.)(?: To do: .+\.)?|A page to look things up in\.)\*", said), said
+
+
 # --- ARCHITECTURE.md -------------------------------------------------------------------------------------------------
 
 

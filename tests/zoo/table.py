@@ -26,6 +26,8 @@ NAMED = {"trainer": "trainer", "engine": "embedded engine", "export": "export"}
 RANK = {said: rank for rank, said in enumerate(SAID.values())}
 HEAD = f"""# Models
 
+*A page to look things up in.*
+
 Made by `make test-models` from tiny models of every architecture ([tests/models/zoo.py](../tests/models/zoo.py)); edit the code instead. Each is held
 against its own eager forward in `transformers`, row by row, in float32: rows shorter and longer than every window, chunk and rotary boundary, log-probabilities
 at temperature 0.7 and the gradient of a step in the trainer, prefill and decoding of several sequences in the embedded engine, and a folder written,

@@ -21,6 +21,8 @@ from midflight.config.sources import SourceSection
 
 INTRODUCTION = """# Configuration
 
+*A page to look things up in.*
+
 Made from the sections in `src/midflight/config` by `python -m midflight.config.reference docs/configuration.md`; edit the sentences there.
 
 A run is one TOML file. Every option can be overridden on the command line: `--set rollout.max_staleness=2`, or
