@@ -36,5 +36,5 @@ def add_examples(app: typer.Typer) -> None:
         name = command.name
         if name is None and command.callback is not None:
             name = command.callback.__name__
-        if name in EXAMPLES:
+        if name is not None and name in EXAMPLES:
             command.epilog = f"Example: {EXAMPLES[name]}"
