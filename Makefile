@@ -330,7 +330,7 @@ define install_engine
 	$(@D)/bin/python $(PIP_INSTALL) --no-deps -c locks/midflight.txt uv torch
 	$(@D)/bin/python -m uv pip install --quiet --python $(@D)/bin/python --no-deps -c $(1) -r $(2) \
 	    || $(@D)/bin/python $(PIP_INSTALL) --no-deps -c $(1) -r $(2)
-	@$(@D)/bin/python -c 'import torch' || { echo 'pip found no CPU build of torch: see "What you need" in README.md'; exit 1; }
+	@$(@D)/bin/python -c 'import torch' || { echo 'pip found no CPU build of torch: see docs/install.md'; exit 1; }
 endef
 
 # Of torchvision, which models that also read images import, there is no CPU build to be had by this list: the same stand-in as for SGLang.

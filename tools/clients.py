@@ -16,12 +16,14 @@ from tests.corpus.recorded import Recorded, read
 
 INTRODUCTION = """# Clients
 
+*A page to look things up in.*
+
 Made by `python tools/clients.py docs/clients.md`; edit the sentences there.
 
 An agent that exists changes its base URL and nothing else. The endpoint speaks OpenAI's and Anthropic's APIs, SGLang's and vLLM's; a pause, new
 weights or a dead engine is invisible to all clients.
 
-While `midflight serve` runs ([a program](../README.md#agents-you-already-have)):
+While `midflight serve` runs ([a program](demo.md#what-to-do-with-it)):
 
 | client | what it is given |
 |---|---|

@@ -28,6 +28,8 @@ from midflight.types.generation import PARAMETERS, Api, Parameter
 
 INTRODUCTION = """# Fields of requests
 
+*A page to look things up in.*
+
 Made from the code by `python tools/fields.py docs/fields.md`; edit the sentences there. [gateway.md](gateway.md) says what all routes have
 in common. A field that is in none of these tables is passed over, and the answer's head names it; one that is close to a sampling parameter is
 refused by its name, and so is a value that the gateway cannot honour. With `gateway.strict` all that is passed over is refused, but for
@@ -394,6 +396,32 @@ def _type(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
     return "list" if kind == "array" else words.get(kind, kind)
 
 
+def _passed_over() -> Iterator[tuple[str, str, str]]:
+    """Each field that is passed over, why, and what becomes of it with `gateway.strict`."""
+    ignored = {
+        **unread_fields.IGNORED,
+        **unread_fields.HARMLESS,
+        **unread_fields.HARMLESS_MESSAGES,
+    }
+    for name, reason in sorted(ignored.items()):
+        if name in unread_fields.HARMLESS:
+            yield name, reason, "passed over"
+        elif name in unread_fields.HARMLESS_MESSAGES:
+            yield name, reason, "passed over in messages"
+        else:
+            yield name, reason, "refused"
+    for body, place in (
+        (ClientTool, "tools"),
+        (FunctionTool, "tools"),
+        (ThinkingBody, "thinking"),
+        (OutputConfig, "output_config"),
+        (ReasoningBody, "reasoning"),
+    ):
+        for name, reason in {**body.ignored, **body.harmless}.items():
+            strict = "passed over" if name in body.harmless else "refused"
+            yield f"{place}.{name}", reason, strict
+
+
 def _not_read() -> Iterator[str]:
     yield (
         "\n## Passed over\n\nThey cannot change the text that is asked for. The head of the "
@@ -403,34 +431,12 @@ def _not_read() -> Iterator[str]:
         "`midflight_ignored_fields` counts them by route and field, names that are in no table "
         "here as `other`.\n\n"
     )
-    yield "| field | why | with `gateway.strict` |\n|---|---|---|\n"
-    for name, reason in sorted(
-        {
-            **unread_fields.IGNORED,
-            **unread_fields.HARMLESS,
-            **unread_fields.HARMLESS_MESSAGES,
-        }.items()
-    ):
-        harmless = [
-            where
-            for where, table in (
-                ("", unread_fields.HARMLESS),
-                (" in messages", unread_fields.HARMLESS_MESSAGES),
-            )
-            if name in table
-        ]
-        yield _row(f"`{name}`", reason, f"passed over{harmless[0]}" if harmless else "refused")
-    for body, place in (
-        (ClientTool, "tools"),
-        (FunctionTool, "tools"),
-        (ThinkingBody, "thinking"),
-        (OutputConfig, "output_config"),
-        (ReasoningBody, "reasoning"),
-    ):
-        for name, reason in {**body.ignored, **body.harmless}.items():
-            yield _row(
-                f"`{place}.{name}`", reason, "passed over" if name in body.harmless else "refused"
-            )
+    yield "| fields | why | with `gateway.strict` |\n|---|---|---|\n"
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name, reason, strict in _passed_over():
+        alike.setdefault((reason, strict), []).append(f"`{name}`")
+    for (reason, strict), names in alike.items():
+        yield _row(", ".join(names), reason, strict)
     yield (
         "\nTools of these types are left out of the prompt, with or without a date behind: "
         f"{', '.join(f'`{name}`' for name in unread_fields.TOOLS)}; so are those of types that are\nnot "
@@ -440,18 +446,22 @@ def _not_read() -> Iterator[str]:
         "\n## Refused\n\nThey would change the text, or promise what no answer here has. The "
         "values that ask for nothing are accepted; `null` is as good as absent\neverywhere.\n\n"
     )
-    yield "| field | value that asks for nothing | instead |\n|---|---|---|\n"
+    yield "| fields | value that asks for nothing | instead |\n|---|---|---|\n"
+    refused: dict[tuple[str, str], list[str]] = {}
     for name in sorted({*unread_fields.NEUTRAL, *unread_fields.REFUSED}):
         neutral = " or ".join(
             f"`{json.dumps(value)}`" for value in unread_fields.NEUTRAL.get(name, ())
         )
-        yield _row(f"`{name}`", neutral, unread_fields.REFUSED.get(name, ""))
+        instead = unread_fields.REFUSED.get(name, "")
+        refused.setdefault((neutral, instead), []).append(f"`{name}`")
+    for (neutral, instead), names in refused.items():
+        yield _row(", ".join(names), neutral, instead)
 
 
 def _errors() -> Iterator[str]:
     """By status and code, each with the class that has it; two of one code are one row."""
     yield (
-        "\n## Errors\n\nBy the classes of [errors.py](../src/midflight/errors.py). Where trying "
+        "\n## Errors\n\nEach code stands for classes of [errors.py](../src/midflight/errors.py). Where trying "
         "again can help there is `Retry-After`.\n\n"
     )
     yield "| status | `code` | errors | worth trying again |\n|---|---|---|---|\n"

@@ -74,6 +74,8 @@ WORDS: dict[tuple[str, str], str] = {
 
 INTRODUCTION = """# Methods of the SDKs
 
+*A page to look things up in.*
+
 Made by `python tools/methods.py docs/methods.md` from `openai` {openai} and `anthropic` {anthropic}; edit the sentences there.
 
 Every method of both SDKs is answered, or refused by status 404 (`not_offered`) with a sentence that names it and says what to use

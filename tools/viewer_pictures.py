@@ -14,12 +14,18 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from PIL import Image
-from playwright.sync_api import Browser, Page, sync_playwright
+
+# `make test-view` installs it; without it nothing here can be typed
+playwright: Any = import_module("playwright.sync_api")
+Browser: TypeAlias = Any
+Page: TypeAlias = Any
 
 WIDE = {"width": 1440, "height": 900}
 PHONE = {"width": 390, "height": 844}
@@ -30,7 +36,7 @@ COLOURS = 256
 
 
 @contextmanager
-def viewing(folder: Path) -> Iterator[str]:
+def viewing(folder: Path) -> Generator[str]:
     """The address of a viewer of the run."""
     command = [sys.executable, "-m", "midflight", "view", str(folder), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as viewer:
@@ -44,7 +50,7 @@ def viewing(folder: Path) -> Iterator[str]:
 def opened(browser: Browser, address: str, *, dark: bool = False, phone: bool = False) -> Page:
     scheme = "dark" if dark else "light"
     size = PHONE if phone else WIDE
-    page = browser.new_page(viewport=size, color_scheme=scheme)  # pyright: ignore[reportArgumentType]
+    page = browser.new_page(viewport=size, color_scheme=scheme)
     page.goto(address)
     page.wait_for_timeout(SETTLE_MILLISECONDS)
     return page
@@ -73,7 +79,7 @@ def take(browser: Browser, address: str, out: Path) -> None:
 
 def main(folder: Path, out: Path) -> None:
     chromium = os.environ.get("MIDFLIGHT_CHROMIUM") or shutil.which("chromium")
-    with viewing(folder) as address, sync_playwright() as started:
+    with viewing(folder) as address, playwright.sync_playwright() as started:
         browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         take(browser, f"{address}/run/{folder.name}", out)
         browser.close()

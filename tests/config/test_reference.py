@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from midflight.config.options import options
-from midflight.config.reference import descriptions, reference, section_class
+from midflight.config.reference import GROUPS, TEN, descriptions, reference, section_class
+from midflight.config.sections import Config
 
 
 def test_the_page_in_docs_is_current() -> None:
@@ -23,6 +24,14 @@ def test_every_option_has_a_sentence() -> None:
         if not known.get((section_class(key.rpartition(".")[0]).__name__, key.rpartition(".")[2]), "").endswith(".")
     ]
     assert missing == []
+
+
+def test_ten_options_come_first_and_each_section_stands_in_one_group() -> None:
+    assert len(TEN) == 10 and set(TEN) <= options().keys()
+    grouped = [section for sections in GROUPS.values() for section in sections]
+    assert sorted(grouped) == sorted(Config.model_fields)
+    first, _, rest = reference().partition("## The run and its model")
+    assert [key for key in TEN if f"`{key.replace('.*', '')}`" not in first] == [] and "### `[run]`" in rest
 
 
 def test_importing_the_configuration_leaves_torch_alone() -> None:

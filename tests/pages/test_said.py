@@ -138,8 +138,14 @@ def test_the_first_two_commands_of_the_readme_are_the_demo_and_the_tests() -> No
     assert [shlex.split(line, comments=True) for line in first] == [["make", "demo"], ["make", "test"]]
 
 
-def test_the_environment_of_the_readme_is_ten_lines_that_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    block = next(block.text for block in blocks(ROOT / "README.md", "python") if "@environment" in block.text)
+def test_the_data_of_the_readme_takes_ten_lines() -> None:
+    (configuration,) = (block.text for block in blocks(ROOT / "README.md", "toml"))
+    assert len(configuration.splitlines()) <= 10
+
+
+def test_the_environment_for_agent_builders_is_ten_lines_that_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = ROOT / "docs" / "for-agent-builders.md"
+    block = next(block.text for block in blocks(page, "python") if "@environment" in block.text)
     assert len([line for line in block.splitlines() if line]) <= 10
     (tmp_path / "my_environment.py").write_text(block)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
@@ -156,9 +162,16 @@ def test_the_environment_of_the_readme_is_ten_lines_that_work(tmp_path: Path, mo
 
 
 def test_the_measured_numbers_are_keys_of_the_summary() -> None:
-    table = (ROOT / "README.md").read_text().partition("measured: begin")[2].partition("measured: end")[0]
+    table = (ROOT / "docs" / "demo.md").read_text().partition("measured: begin")[2].partition("measured: end")[0]
     keys = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
     assert len(keys) >= 10 and set(keys) <= {field.name for field in fields(Summary)}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent != ROOT], ids=lambda path: path.name)
+def test_every_page_says_below_its_title_how_long_it_takes(page: Path) -> None:
+    title, blank, said, *_ = page.read_text().splitlines()
+    assert title.startswith("# ") and not blank
+    assert re.fullmatch(r"\*(?:To read: (?:\d+ minutes?\.)(?: To do: .+\.)?|A page to look things up in\.)\*", said), said
 
 
 # --- ARCHITECTURE.md -------------------------------------------------------------------------------------------------
@@ -206,9 +219,11 @@ def test_every_invariant_is_numbered_where_the_table_says_it_holds_and_is_tested
 # --- The gateway's pages ---------------------------------------------------------------------------------------------
 
 
-def test_the_readme_leads_to_every_page() -> None:
+def test_the_readme_leads_to_the_list_of_pages_and_that_to_every_page() -> None:
     table = (ROOT / "README.md").read_text().partition("## Where to read on")[2]
-    assert {path.name for path in PAGES if path.name != "README.md"} <= {Path(target).name for _, target in LINK.findall(table)}
+    assert "docs/pages.md" in {target for _, target in LINK.findall(table)}
+    listed = {Path(target).name for _, target in LINK.findall((ROOT / "docs" / "pages.md").read_text())}
+    assert {path.name for path in PAGES} - listed == {"pages.md"}
 
 
 def test_every_page_has_a_place_on_the_site() -> None:

@@ -87,7 +87,7 @@ def test_a_marker_is_left_out_where_it_holds_everywhere_and_its_package_where_no
 
 
 def test_the_page_of_what_is_needed_names_the_lock() -> None:
-    assert "locks/midflight.txt" in (ROOT / "README.md").read_text()
+    assert "locks/midflight.txt" in (ROOT / "docs" / "install.md").read_text()
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang"])

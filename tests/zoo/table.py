@@ -26,6 +26,8 @@ NAMED = {"trainer": "trainer", "engine": "embedded engine", "export": "export"}
 RANK = {said: rank for rank, said in enumerate(SAID.values())}
 HEAD = f"""# Models
 
+*A page to look things up in.*
+
 Made by `make test-models` from tiny models of every architecture ([tests/models/zoo.py](../tests/models/zoo.py)); edit the code instead. Each is held
 against its own eager forward in `transformers`, row by row, in float32: rows shorter and longer than every window, chunk and rotary boundary, log-probabilities
 at temperature 0.7 and the gradient of a step in the trainer, prefill and decoding of several sequences in the embedded engine, and a folder written,
@@ -41,7 +43,7 @@ read and written again. Only text is trained: of a model that also reads images 
 The worst error of a log-probability in nats, and of a gradient as a share of its size; none may be above {TOLERANCE:g}. Proven with
 `transformers` {version("transformers")}; behind the table stand the reasons of what is refused.
 
-| model | trainer | nats | gradient | embedded engine | nats | export |
+| models | trainer | nats | gradient | embedded engine | nats | export |
 |---|---|---|---|---|---|---|
 """
 
@@ -60,10 +62,19 @@ def proven(name: str) -> list[Proof]:
         return [Proof(part, Way.REFUSED, reason=str(error)) for part in PARTS]
 
 
-def row(name: str, found: list[Proof]) -> str:
+def cells(found: list[Proof]) -> tuple[str, ...]:
+    """What a row says behind its models."""
     trainer, engine, export = found
-    cells = [SAID[trainer.way], _error(trainer, trainer.logprob_error), _error(trainer, trainer.gradient_error)]
-    return f"| {name} | {' | '.join([*cells, SAID[engine.way], _error(engine, engine.logprob_error), SAID[export.way]])} |"
+    errors = _error(trainer, trainer.logprob_error), _error(trainer, trainer.gradient_error)
+    return SAID[trainer.way], *errors, SAID[engine.way], _error(engine, engine.logprob_error), SAID[export.way]
+
+
+def rows(found: dict[str, list[Proof]]) -> str:
+    """A row for all models of which the same is to be said."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, proofs in found.items():
+        alike.setdefault(cells(proofs), []).append(name)
+    return "\n".join(f"| {', '.join(names)} | {' | '.join(said)} |" for said, names in alike.items())
 
 
 def counted(found: dict[str, list[Proof]]) -> str:
@@ -88,8 +99,9 @@ def reasons(found: dict[str, list[Proof]]) -> str:
 
 
 def page(found: dict[str, list[Proof]]) -> str:
-    rows = "\n".join(row(name, proofs) for name, proofs in found.items())
-    return f"{HEAD}{rows}\n\n## Counted\n\n{len(found)} architectures.\n\n{counted(found)}\n\n## Refused, and why\n\n{reasons(found)}\n"
+    return (
+        f"{HEAD}{rows(found)}\n\n## Counted\n\n{len(found)} architectures.\n\n{counted(found)}\n\n## Refused, and why\n\n{reasons(found)}\n"
+    )
 
 
 def _error(proof: Proof, error: float | None) -> str:
@@ -100,9 +112,9 @@ def _error(proof: Proof, error: float | None) -> str:
 
 
 def states(page: str) -> dict[str, list[str]]:
-    """What each row of a page's table says of trainer, engine and export."""
+    """What a page's table says of trainer, engine and export, by model."""
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")]
-    return {cells[0]: [cells[1], cells[4], cells[6]] for cells in lines[1:]}
+    return {name: [cells[1], cells[4], cells[6]] for cells in lines[1:] for name in cells[0].split(", ")}
 
 
 def faults(found: dict[str, list[Proof]], before: str) -> list[str]:

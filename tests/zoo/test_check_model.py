@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.models.zoo import tiny
-from tests.zoo.table import HEAD, faults, page, row
+from tests.zoo.table import HEAD, faults, page, rows
 
 from midflight.cli.commands import main
 from midflight.models.proof import Proof, Way
@@ -56,12 +56,13 @@ def proofs(way: Way = Way.PACKED, error: float = 1e-6) -> list[Proof]:
 
 
 def test_the_table_fails_where_a_row_is_worse_or_off_or_gone() -> None:
-    page = HEAD + row("llama", proofs()) + "\n"
-    assert faults({"llama": proofs()}, page) == []
-    assert faults({"llama": proofs(), "new": proofs(Way.FALLBACK)}, page) == []
-    assert faults({"llama": proofs(Way.FALLBACK)}, page) == ["llama: trainer was 'right' and is 'right, slower': "]
-    assert faults({"llama": proofs(error=2e-3)}, page) == ["llama: trainer is off by 0.002"]
-    assert faults({}, page) == ["llama is gone"]
+    page = HEAD + rows({"llama": proofs(), "qwen3": proofs()}) + "\n"
+    other = {"qwen3": proofs()}
+    assert faults({"llama": proofs(), **other}, page) == []
+    assert faults({"llama": proofs(), "new": proofs(Way.FALLBACK), **other}, page) == []
+    assert faults({"llama": proofs(Way.FALLBACK), **other}, page) == ["llama: trainer was 'right' and is 'right, slower': "]
+    assert faults({"llama": proofs(error=2e-3), **other}, page) == ["llama: trainer is off by 0.002"]
+    assert faults(other, page) == ["llama is gone"]
 
 
 def test_the_page_counts_the_ways_and_gives_each_reason_of_a_refusal_once() -> None:

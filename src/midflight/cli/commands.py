@@ -27,6 +27,7 @@ from midflight.cli import (
     trace_and_report,
     view,
 )
+from midflight.cli.examples import add_examples
 from midflight.cli.options import (
     ConfigFile,
     Debug,
@@ -446,6 +447,7 @@ app.command("doctor")(doctor.doctor)
 app.command("trace")(trace_and_report.trace)
 app.command("report")(trace_and_report.report)
 app.command("completion", help=completion.HOW)(completion.completion)
+add_examples(app)
 
 
 @app.callback(invoke_without_command=True)

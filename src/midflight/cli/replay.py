@@ -57,10 +57,7 @@ def replay(
     device: Annotated[str, typer.Option(help="Where the step is made.")] = "cpu",
     debug: Debug = False,
 ) -> int:
-    """Makes a recorded step again and compares it; 1 if it comes to something else.
-
-    Example: midflight replay runs/demo --step 12 --explain 0:7
-    """
+    """Makes a recorded step again and compares it; 1 if it comes to something else."""
     from midflight.cli.put_back import put_back_at
     from midflight.run.replay.bundle import opened, write_bundle
 

@@ -7,7 +7,7 @@ import inspect
 import json
 import operator
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,19 +21,68 @@ from midflight.config.sources import SourceSection
 
 INTRODUCTION = """# Configuration
 
+*A page to look things up in.*
+
 Made from the sections in `src/midflight/config` by `python -m midflight.config.reference docs/configuration.md`; edit the sentences there.
 
 A run is one TOML file. Every option can be overridden on the command line: `--set rollout.max_staleness=2`, or
-`--set environment.sources.0.size=100` for one of a list. Unknown keys are refused. An option that may be unset is
-unset by writing `"none"`. `midflight train CONFIG --dry-run` prints what follows from the numbers.
+`--set environment.sources.0.size=100` for one of a list. Unknown keys are refused, with the nearest key that exists. An option
+whose default is none is unset by writing `"none"`. `midflight train CONFIG --dry-run` prints what follows from the numbers, and
+[choosing the knobs](knobs.md) says which number to choose.
 """
+TEN = (
+    "model.path",
+    "model.max_context",
+    "environment.sources.*.path",
+    "environment.sources.*.heldout",
+    "environment.rewards.*.entry",
+    "environment.max_tokens",
+    "rollout.groups_per_step",
+    "rollout.max_staleness",
+    "run.folder",
+    "run.steps",
+)
+"""The options that everyone sets. They stand at the beginning of the page."""
+GROUPS = {
+    "The run and its model": ("run", "model", "lora"),
+    "Tasks, agents and rewards": ("environment", "curriculum"),
+    "How asynchronous": ("rollout", "weights", "evaluation"),
+    "What is learned": (
+        "trainer",
+        "warm_start",
+        "objective",
+        "correction",
+        "critic",
+        "distillation",
+    ),
+    "Engines and gateway": ("engine", "gateway"),
+    "Watching a run": ("observe",),
+    "Several machines": ("cluster",),
+}
+"""The sections in the order in which a reader meets them, by the heading of the page."""
+HEADER = ("| option | value | default | meaning |", "|---|---|---|---|")
 
 
 def reference() -> str:
     """The page, as Markdown."""
     described = descriptions()
-    parts = [INTRODUCTION, *(_section(key, described) for key in _section_keys())]
+    parts = [INTRODUCTION, _first_options(described)]
+    for heading, sections in GROUPS.items():
+        parts.append(f"## {heading}\n")
+        for key in _section_keys(sections):
+            parts.append(_section(key, described))
     return "\n".join(parts)
+
+
+def _first_options(described: Mapping[tuple[str, str], str]) -> str:
+    """The table of the options that everyone sets, by their whole keys."""
+    lines = ["## The ten that everyone sets", "", *HEADER]
+    known = options()
+    for key in TEN:
+        table, _, name = key.rpartition(".")
+        text = described[section_class(table).__name__, name]
+        lines.append(_row(known[key], text, key.replace(".*", "")))
+    return "\n".join([*lines, ""])
 
 
 def descriptions() -> Mapping[tuple[str, str], str]:
@@ -41,7 +90,7 @@ def descriptions() -> Mapping[tuple[str, str], str]:
     an empty name.
     """
     found: dict[tuple[str, str], str] = {}
-    for section in {section_class(key) for key in _section_keys()}:
+    for section in {section_class(key) for key in _section_keys(Config.model_fields)}:
         (node,) = ast.parse(inspect.getsource(section)).body
         assert isinstance(node, ast.ClassDef)
         found[node.name, ""] = ast.get_docstring(node) or ""
@@ -62,14 +111,14 @@ def _attributes(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
             yield statement.target.id, " ".join(text.value.split())
 
 
-def _section_keys() -> list[str]:
-    """Sections in the order of `Config`, each followed by the tables and lists of tables in it that
-    have options of their own.
+def _section_keys(sections: Iterable[str]) -> list[str]:
+    """The sections, each followed by the tables and lists of tables in it that have options of
+    their own.
     """
     owners = {option.key.rpartition(".")[0] for option in options().values()}
     inner = sorted(key for key in tables() if "." in key and key in owners)
     keys: list[str] = []
-    for name in Config.model_fields:
+    for name in sections:
         keys.append(name)
         keys += [key for key in inner if key.startswith(f"{name}.")]
     return keys
@@ -78,14 +127,14 @@ def _section_keys() -> list[str]:
 def _section(key: str, described: Mapping[tuple[str, str], str]) -> str:
     owner = section_class(key).__name__
     title = f"[[{key.removesuffix('.*')}]]" if key.endswith(".*") else f"[{key}]"
-    lines = [f"## `{title}`", ""]
+    lines = [f"### `{title}`", ""]
     if described.get((owner, "")):
         lines += [described[owner, ""], ""]
-    lines += ["| option | value | default | meaning |", "|---|---|---|---|"]
+    lines += HEADER
     for option in options().values():
         table, _, name = option.key.rpartition(".")
         if table == key:
-            lines.append(_row(option, described.get((owner, name), "")))
+            lines.append(_row(option, described.get((owner, name), ""), name))
     return "\n".join([*lines, ""])
 
 
@@ -105,14 +154,22 @@ def section_class(key: str) -> type[Section]:
     return type(operator.attrgetter(key)(Config()))
 
 
-def _row(option: Option, text: str) -> str:
+def _row(option: Option, text: str, name: str) -> str:
+    """The row of an option, called `name` there."""
     cells = (
-        f"`{option.key.rpartition('.')[2]}`",
-        option.expectation.replace("'", "`"),
+        f"`{name}`",
+        _values(option),
         _default(option),
         text,
     )
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _values(option: Option) -> str:
+    """The accepted values, in fewer words than an error has for them."""
+    text = option.expectation.replace("'", "`").replace(' (or "none")', "")
+    text = text.replace("a whole number", "integer").replace("a number", "number")
+    return text.replace(" >= ", " ≥ ").replace(" <= ", " ≤ ").replace("one of ", "")
 
 
 def _default(option: Option) -> str:
