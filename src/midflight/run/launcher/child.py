@@ -169,17 +169,17 @@ def end_soon(status: int) -> None:
     timer.start()
 
 
-class _RunSection(msgspec.Struct):
+class _GroupOfRun(msgspec.Struct):
     share_with_group: str = ""
 
 
-class _Config(msgspec.Struct):
-    run: _RunSection
+class _StartConfig(msgspec.Struct):
+    run: _GroupOfRun
 
 
 def _shared_with(config: str) -> str:
     """The group with which a run is shared, from its configuration."""
-    return msgspec.json.decode(config, type=_Config).run.share_with_group
+    return msgspec.json.decode(config, type=_StartConfig).run.share_with_group
 
 
 def main() -> int:

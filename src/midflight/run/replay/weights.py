@@ -44,7 +44,7 @@ _conditions = msgspec.msgpack.Decoder(tuple[SamplingParams | None, Finish, bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RecordedAnswer:
     """One recorded answer. The tokens [first, end) of a row."""
 
     rollout: str
@@ -138,7 +138,7 @@ class KeptVersions:
         return self._made[version]
 
 
-def _answers(folder: Path) -> Iterator[Answer]:
+def _answers(folder: Path) -> Iterator[RecordedAnswer]:
     with reading(folder) as store:
         for *key, blob in store.each(
             "SELECT epoch, position, attempt, sample, rows FROM rollouts ORDER BY epoch, position, "
@@ -148,10 +148,12 @@ def _answers(folder: Path) -> Iterator[Answer]:
             for row in store.decoded(decode_rows, blob):
                 for record in row.records:
                     if record.end > record.first and row.loss_mask[record.first : record.end].any():
-                        yield Answer(name, row, record)
+                        yield RecordedAnswer(name, row, record)
 
 
-def _differences(answer: Answer, models: Callable[[Version], PreTrainedModel]) -> list[Difference]:
+def _differences(
+    answer: RecordedAnswer, models: Callable[[Version], PreTrainedModel]
+) -> list[Difference]:
     """The differences of an answer's tokens. Its prompt may have been read by the version of its
     first token, or by an older one if it was asked for before a new version came: the nearer of the
     two counts.
@@ -175,7 +177,7 @@ def _differences(answer: Answer, models: Callable[[Version], PreTrainedModel]) -
 
 
 def _logprobs(
-    answer: Answer, models: Callable[[Version], PreTrainedModel], *, read_by: Version
+    answer: RecordedAnswer, models: Callable[[Version], PreTrainedModel], *, read_by: Version
 ) -> NDArray[np.float64]:
     """The log-probabilities of an answer's tokens, [T]. `read_by` read the prompt."""
     ids = answer.row.token_ids[: answer.record.end].tolist()
@@ -201,7 +203,7 @@ def _logprobs(
     return logits.log_softmax(-1).gather(-1, chosen)[:, 0].numpy()
 
 
-def _as_sampled(logits: Tensor, answer: Answer) -> Tensor:
+def _as_sampled(logits: Tensor, answer: RecordedAnswer) -> Tensor:
     """The logits [T, V] at the temperature of the request, over the ids that truncation left."""
     sampling, _, _ = _conditions.decode(answer.record.conditions)
     if sampling is not None and sampling.temperature > 0:
