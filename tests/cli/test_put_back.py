@@ -28,10 +28,10 @@ def left_aside(folder: Path) -> None:
     (folder / "model" / "config.json").write_text("old")
     (folder / "checkpoints" / "version-00000009").mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("")
-    (folder / "config.toml").write_text('[run]\nname = "old"\nsteps = 9\n')
+    (folder / "config.toml").write_text('[run]\nname = "old"\nsteps = 9\n[cluster]\nkind = "local"\n')
     set_aside(folder, load_config(None, [f"run.folder={folder}"]))
     (folder / "metrics.jsonl").write_text("")
-    (folder / "config.toml").write_text('[run]\nname = "new"\n')
+    (folder / "config.toml").write_text('[run]\nname = "new"\n[cluster]\nkind = "local"\n')
     (folder / "lock").write_text('{"pid": 4194304, "started": "1", "since": "long ago", "command": "midflight train"}')
 
 

@@ -210,7 +210,6 @@ WRONG: list[tuple[str, tuple[str, ...]]] = [
     ("are both called", ("environment.sources.1.path=rows.jsonl",)),
     # --- curriculum, rollout, evaluation
     ("curriculum.target", ("curriculum.target=1",)),
-    ("shuffle = false", ("curriculum.target=0.5", "environment.sources.0.shuffle=false")),
     ("rollout.groups_per_step", ("rollout.groups_per_step=0",)),
     ("rollout.groups_per_step", ("rollout.groups_per_step=1000000000",)),
     ("rollout.buffer_groups", ("rollout.buffer_groups=1",)),

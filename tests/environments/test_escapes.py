@@ -23,7 +23,7 @@ from midflight.environments.sandboxes.seccomp import ARCHITECTURES, DENIED, call
 from midflight.errors import SandboxUnavailable
 
 pytestmark = pytest.mark.skipif(not shutil.which("bwrap"), reason="bubblewrap is not installed")
-LIMITS = {"seconds": 60.0, "memory_mb": 192, "disk_mb": 4, "processes": 12, "output_bytes": 100_000}
+LIMITS = {"seconds": 60.0, "memory_mb": 192, "disk_mb": 4, "processes": 12}
 DAEMON = "79.125"
 HERE = [escape for escape in ESCAPES if platform.machine() in escape.machines]
 

@@ -71,12 +71,12 @@ def _all(replayed: ReplayedStep) -> Iterator[Witness]:
         gone |= line > 0
     counts = (tokens.advantage.cpu().numpy() != 0) & ~gone & (weight != 0)
     lengths = np.diff(batch.row_offsets)
-    of_token = np.repeat(batch.row_rollout, lengths)
+    rollout_of = np.repeat(batch.row_rollout, lengths)
     for number in range(len(batch.rewards)):
         own = rollout == number
         yield Witness(
             number,
-            int(batch.loss_mask[of_token == number].sum()),
+            int(batch.loss_mask[rollout_of == number].sum()),
             bool(counts[own].any()),
             float(np.abs(watch.witness.numpy()[own]).sum()),
         )
