@@ -147,7 +147,7 @@ def digest_of(folder: Path) -> str:
     return prove(folder).digest
 
 
-def proof_after(folder: Path, into: Path, change: Callable[[Path], None], *, digest: str = "") -> RunProof:
+def proof_after(folder: Path, into: Path, change: Callable[[Path], None], *, digest: str | None = None) -> RunProof:
     """The proof of a copy of the run that was changed."""
     shutil.rmtree(into, ignore_errors=True)
     into.mkdir()

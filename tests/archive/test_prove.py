@@ -10,11 +10,13 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from midflight.archive.prove.proof import prove
 from midflight.errors import NoRun
 from midflight.run.replay.decisions import decide_again
+from midflight.trajectories.store import Store
 
 from .proving import Tampering, digest_of, honest_run, proof_after, write_chain_anew
 
@@ -102,3 +104,52 @@ def test_other_limits_decide_otherwise(runs: list[Path], tmp_path: Path) -> None
     before = decide_again(tmp_path / "run")
     file.write_text(file.read_text().replace("groups_per_step = 2", "groups_per_step = 3"))
     assert decide_again(tmp_path / "run").different and before.num_leases
+
+
+def test_what_had_ended_before_a_run_kept_digests_is_named_and_not_accused(runs: list[Path], tmp_path: Path) -> None:
+    def resumed(folder: Path) -> None:
+        with closing(sqlite3.connect(folder / "store.sqlite")) as file:
+            file.execute("DROP TABLE seals")
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for line in lines:
+            line.pop("digests", None)
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        Store(folder / "store.sqlite", run="loop").close()
+
+    proof = proof_after(runs[0], tmp_path / "changed", resumed)
+    assert proof.holds, proof.mistakes
+    assert "rollouts ended before this run kept digests" in proof.notes[0]
+    with pytest.raises(NoRun, match="begun by an older Midflight"):
+        decide_again(tmp_path / "changed")
+
+
+def test_another_bound_on_age_since_then_accuses_nobody(runs: list[Path], tmp_path: Path) -> None:
+    def loosened(folder: Path) -> None:
+        text = (folder / "config.toml").read_text()
+        (folder / "config.toml").write_text(text.replace("max_staleness = ", "max_staleness = 1"))
+
+    for folder in runs:
+        assert proof_after(folder, tmp_path / "changed", loosened).holds
+
+
+@pytest.mark.parametrize("digest", ["", " ", "abc", "not a digest at all"])
+def test_a_digest_that_is_none_is_refused(runs: list[Path], digest: str) -> None:
+    with pytest.raises(NoRun, match="is no digest: give at least 16"):
+        prove(runs[0], digest=digest)
+
+
+def test_rows_that_cannot_be_read_and_digests_that_are_none_are_named(runs: list[Path], tmp_path: Path) -> None:
+    def cut(folder: Path) -> None:
+        with closing(sqlite3.connect(folder / "store.sqlite")) as file:
+            rowid, blob = file.execute("SELECT rowid, rows FROM rollouts WHERE reward IS NOT NULL AND num_trainable > 0").fetchone()
+            rows = msgspec.msgpack.decode(blob)
+            rows[0][3] = rows[0][3][:-1]
+            file.execute("UPDATE rollouts SET rows = ? WHERE rowid = ?", (msgspec.msgpack.encode(rows), rowid))
+            file.commit()
+
+    def no_number(folder: Path) -> None:
+        text = (folder / "metrics.jsonl").read_text()
+        (folder / "metrics.jsonl").write_text(text.replace('"batch":"', '"batch":"zz', 1))
+
+    for change in (cut, no_number):
+        assert not proof_after(runs[0], tmp_path / "changed", change).holds

@@ -52,6 +52,8 @@ def test_it_goes_on_and_its_books_stay_whole(old: Path) -> None:
     said("train", "run/config.toml", "--resume", "--set", f"run.steps={NUM_STEPS + 2}", folder=place)
     assert [line["version"] for line in steps(old)] == list(range(1, NUM_STEPS + 3))
     assert "does not add up" not in said("ledger", "run", folder=place)
+    proven = said("ledger", "run", "--prove", folder=place)
+    assert "rollouts ended before this run kept digests" in proven and "2 steps have their digests" in proven
 
 
 @pytest.mark.parametrize(

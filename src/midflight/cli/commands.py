@@ -104,8 +104,13 @@ def train(
 
     put_back_at(config, resume=resume)
     if rollouts_from is not None:
+        if dry_run or resume or overwrite:
+            raise ConfigError(
+                "--rollouts-from makes a run anew, in a folder of its own: leave out --dry-run, "
+                "--resume and --overwrite."
+            )
         loaded = configurations.config_of_file(config, overrides or [], folder)
-        return _train_on_rollouts(loaded, rollouts_from, overwrite=overwrite)
+        return _train_on_rollouts(loaded, rollouts_from)
     plan = Plan(
         configurations.config_of_file(
             config,
@@ -128,11 +133,9 @@ def train(
     return launch.train(plan.config, resume=resume, overwrite=overwrite, found=findings)
 
 
-def _train_on_rollouts(config: "Config", source: Path, *, overwrite: bool) -> int:
-    from midflight.run.replay.training import clear, train_on_rollouts
+def _train_on_rollouts(config: "Config", source: Path) -> int:
+    from midflight.run.replay.training import train_on_rollouts
 
-    if overwrite:
-        clear(Path(config.run.folder))
     model = train_on_rollouts(config, source, say=typer.echo)
     typer.echo(f"wrote {model}; compare: midflight compare {source} {config.run.folder}")
     return 0

@@ -62,9 +62,10 @@ def replay(
     from midflight.run.replay.bundle import opened, write_bundle
 
     if run.is_file():
-        if bundle is not None:
+        if bundle is not None or decisions or rollout is not None:
             raise ConfigError(
-                f"{run} is a bundle already; --bundle packs a step of a run's folder."
+                f"{run} is a bundle, which has one step and no store; --bundle, --decisions and "
+                "--rollout want the folder of a run."
             )
         with opened(run) as (folder, packed):
             return _replay(folder, packed if step is None else step, explain, device)

@@ -97,13 +97,13 @@ def ledger(
         ),
     ] = False,
     digest: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="A digest that you kept, as the run printed it at its end: the run must have it.",
             metavar="HEX",
             show_default=False,
         ),
-    ] = "",
+    ] = None,
     weights: Annotated[
         bool,
         typer.Option(
@@ -130,7 +130,7 @@ def ledger(
     from midflight.cli.put_back import put_back_at
 
     put_back_at(run)
-    if prove or digest or weights or witness:
+    if prove or digest is not None or weights or witness:
         proven = [_prove(run, digest)]
         if weights:
             proven.append(_prove_weights(run))
@@ -145,7 +145,7 @@ def ledger(
     return 0 if found.balanced else 1
 
 
-def _prove(run: Path, digest: str) -> int:
+def _prove(run: Path, digest: str | None) -> int:
     from midflight.archive.prove.proof import prove
 
     proof = prove(run, digest=digest)

@@ -111,7 +111,7 @@ def number_in(value: object, said: str) -> float:
         except OverflowError:
             number = math.inf
         if abs(number) <= LARGEST_REWARD:
-            return number
+            return number + 0.0  # no -0.0, which no store keeps
     raise BadReward(
         f"{said} was {value!r:.1000}, expected a finite number or None; return a float, or None if "
         "the rollout cannot be scored."

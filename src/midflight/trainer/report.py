@@ -63,8 +63,8 @@ _READINGS = ("proximal", "policy", "weight", "below", "above")
 
 @dataclass(slots=True, eq=False)
 class StepRecord:
-    """Readings of each token, and of each update. Every token is in one update of a step, and is
-    computed by one rank.
+    """Readings of each token, of the last update that it was in, and of each update. In an update
+    each token is computed by one rank.
     """
 
     readings: Float[Tensor, "F K"]
@@ -109,6 +109,12 @@ class StepRecord:
         lines = [factors.proximal, known.now, weight, found.below, found.above]
         lines += [factors.masked[name] for name in self.masks]
         self.readings[:, at] = torch.stack([line.double() for line in lines])
+
+    def begin_update(self, where: Int[Tensor, " k"]) -> None:
+        """Forgets the readings of an earlier update of these tokens: a step may train several times
+        on its batch, and each rank computes a part of the tokens.
+        """
+        self.readings[:, where] = 0
 
     def gather(self, where: Int[Tensor, " k"], ranks: Ranks) -> None:
         """Makes the readings of an update whole on every rank."""

@@ -229,6 +229,7 @@ class Stepper:
         """Leaves the gradient of one update in the model and returns its loss."""
         tokens = update.tokens
         over = count_tokens(tokens.rollout[update.where], num_rollouts=tokens.num_rollouts)
+        record.begin_update(update.where)
         total = self._add(update, whole, record, over=over)
         record.gather(update.where, self._ranks)
         return float(self._ranks.sum(total))

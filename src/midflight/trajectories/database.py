@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from midflight.errors import StoreCorrupt, StoreFailed, StoreNewer
 from midflight.types import GroupKey, Json, Reason, Row, Task, Trajectory, Turn
-from midflight.types.rollouts import RoleRecord, TurnRecord
+from midflight.types.digests import NOTHING, older_digest, seal_after
+from midflight.types.rollouts import RoleRecord, Seal, TurnRecord
 
 Decoded = TypeVar("Decoded")
 Value: TypeAlias = "int | float | str | bytes | None"
@@ -243,7 +244,7 @@ def connect(path: Path, *, logged: bool = True) -> sqlite3.Connection:
             else:
                 _check(connection, path)
             connection.execute(BRIEF)
-            connection.execute(SEALS)
+            _begin_chain(connection)
             # WAL with NORMAL survives the death of any process at any instant. A power cut may take
             # the newest transactions; `Store.checkpointed` therefore syncs before a checkpoint
             # relies on them.
@@ -253,6 +254,35 @@ def connect(path: Path, *, logged: bool = True) -> sqlite3.Connection:
             connection.close()
             raise
         return connection
+
+
+def _begin_chain(connection: sqlite3.Connection) -> None:
+    """Makes the table of digests if it is not there. In a store of an older Midflight its first
+    link names what had ended before.
+    """
+    (is_there,) = connection.execute(
+        "SELECT COUNT(*) FROM sqlite_master WHERE name = 'seals'"
+    ).fetchone()
+    if is_there:
+        return
+    rollouts = connection.execute(
+        "SELECT epoch, position, attempt, sample FROM rollouts ORDER BY 1, 2, 3, 4"
+    ).fetchall()
+    groups = connection.execute(
+        "SELECT epoch, position, attempt FROM groups WHERE state NOT IN (?, ?) ORDER BY 1, 2, 3",
+        (State.RUNNING, State.IN_LINE),
+    ).fetchall()
+    connection.execute("BEGIN IMMEDIATE")
+    connection.execute(SEALS)
+    if rollouts or groups:
+        keys = _encode((rollouts, groups))
+        digest = older_digest(keys)
+        first = seal_after(Seal(0, NOTHING), digest)
+        connection.execute(
+            "INSERT INTO seals VALUES (?, 'older', 0, 0, 0, NULL, ?, ?, ?)",
+            (first.number, keys, digest, first.head),
+        )
+    connection.execute("COMMIT")
 
 
 def look(path: Path) -> sqlite3.Connection:

@@ -58,8 +58,9 @@ LAYERED = frozenset(("fuse.fuse-overlayfs", "fuseblk", "fuse.mergerfs"))
 
 
 def shard_stores(folder: Path) -> list[Path]:
-    """The stores of a run's gateways other than the first."""
-    return sorted(folder.glob(f"shards/*/{STORE}"))
+    """The stores of a run's gateways other than the first, in the order of their numbers."""
+    found = folder.glob(f"shards/*/{STORE}")
+    return sorted(found, key=lambda path: (len(path.parent.name), path.parent.name))
 
 
 def store_path(folder: Path, store_folder: Path | None) -> Path:

@@ -45,7 +45,9 @@ def real(*numbers: float | None) -> bytes:
     there.
     """
     return b"".join(
-        b"\0" if number is None else b"\1" + struct.pack("<d", number) for number in numbers
+        # a store gives 0.0 back for -0.0
+        b"\0" if number is None else b"\1" + struct.pack("<d", number + 0.0)
+        for number in numbers
     )
 
 
@@ -139,6 +141,13 @@ def step_event_digest(event: str, first: int, second: int, groups: Iterable[Grou
     """
     keys = [whole(key.epoch, key.index, key.attempt) for key in sorted(groups)]
     return fold(event.encode(), whole(first, second), *keys)
+
+
+def older_digest(keys: bytes) -> bytes:
+    """The digest of the first link in a store whose run began without digests. `keys` lists the
+    rollouts and groups that had ended by then.
+    """
+    return fold(b"older", keys)
 
 
 def seal_after(before: Seal, digest: bytes) -> Seal:

@@ -35,7 +35,7 @@ def floats(values: Sequence[float | None]) -> bytes:
     """Each with a byte before it that says whether it is there."""
     written = bytearray()
     for value in values:
-        written += b"\0" if value is None else struct.pack("<Bd", 1, value)
+        written += b"\0" if value is None else struct.pack("<Bd", 1, value + 0.0)
     return bytes(written)
 
 
@@ -123,6 +123,10 @@ def group(key: Sequence[int], task: bytes, end: str) -> bytes:
 def step_event(event: str, first: int, second: int, keys: Sequence[tuple[int, ...]]) -> bytes:
     written = [integers(*key) for key in sorted(keys)]
     return digest_of([event.encode(), integers(first, second), *written])
+
+
+def older(keys: bytes) -> bytes:
+    return digest_of([b"older", keys])
 
 
 def link(head: bytes, digest: bytes) -> bytes:

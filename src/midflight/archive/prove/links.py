@@ -11,6 +11,7 @@ from midflight.types import Reason
 
 WAITING = "waiting"
 OPEN = ("running", "in_line")
+OLDER = "older"
 STEP_EVENTS = ("leased", "taken_back", "went_back")
 
 
@@ -23,6 +24,9 @@ class Chain:
     rollouts: dict[tuple[Key, int], Link] = field(default_factory=dict[tuple[Key, int], Link])
     """The last link of each rollout."""
     groups: dict[Key, Link] = field(default_factory=dict[Key, Link])
+    older_rollouts: set[tuple[Key, int]] = field(default_factory=set[tuple[Key, int]])
+    older_groups: set[Key] = field(default_factory=set[Key])
+    """Those that had ended before the run kept digests."""
     steps: list[Link] = field(default_factory=list[Link])
     """Leases and going back."""
 
@@ -44,12 +48,24 @@ def read_chain(store: StoreRecord, chain: Chain) -> Iterator[str]:
             yield f"link {place} of the chain of {store.path.name} was changed ({_what(link)})"
             head = link.head
         chain.heads.append(link.head)
-        if link.event in STEP_EVENTS:
+        if link.event == OLDER:
+            yield from _read_older(store, chain, link)
+        elif link.event in STEP_EVENTS:
             chain.steps.append(link)
         elif link.sample is None:
             chain.groups[link.key] = link
         else:
             chain.rollouts[link.key, link.sample] = link
+
+
+def _read_older(store: StoreRecord, chain: Chain, link: Link) -> Iterator[str]:
+    """Reads the list of what had ended before the chain began."""
+    if formulas.older(link.detail or b"") != link.digest:
+        yield f"the list of what is older than the chain of {store.path.name} was changed"
+        return
+    rollouts, groups = store.decoded("the list of older rollouts", link.detail or b"")
+    chain.older_rollouts = {((e, p, a), sample) for e, p, a, sample in rollouts}
+    chain.older_groups = {(e, p, a) for e, p, a in groups}
 
 
 def _what(link: Link) -> str:
@@ -63,6 +79,8 @@ def check_groups(store: StoreRecord, chain: Chain) -> Iterator[str]:
     """Yields a sentence for each group that is not as the chain says."""
     for group in store.groups.values():
         link = chain.groups.get(group.key)
+        if link is None and group.key in chain.older_groups:
+            continue
         if group.state in OPEN:
             if link is not None:
                 yield f"group {group.name} has ended by the chain, and is open in the store"
@@ -97,6 +115,8 @@ def _check_leases(store: StoreRecord, chain: Chain) -> Iterator[str]:
             by_version.setdefault(group.made, []).append(group.key)
     for made, keys in by_version.items():
         lease = standing.get(made)
+        if lease is None and chain.older_groups.issuperset(keys):
+            continue
         if lease is None:
             yield f"the step that made version {made} was given no groups by the chain"
         elif formulas.step_event("leased", lease.key[0], lease.key[1], keys) != lease.digest:
@@ -123,6 +143,8 @@ def check_rollouts(store: StoreRecord, chain: Chain) -> Iterator[str]:
         group = store.groups.get(rollout.key)
         if group is None:
             yield f"rollout {rollout.name} has no group: the group was taken out"
+            continue
+        if link is None and (rollout.key, rollout.sample) in chain.older_rollouts:
             continue
         if link is None:
             yield f"rollout {rollout.name} is in no link of the chain: it was added"

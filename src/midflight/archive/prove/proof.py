@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from midflight.archive.holder import holder_of
 from midflight.archive.prove import formulas
 from midflight.archive.prove.batches import BatchMember, Rules, batch_digest, groups_of
 from midflight.archive.prove.links import Chain, check_groups, check_rollouts, read_chain
@@ -20,6 +21,12 @@ from midflight.observe.lines import StepLine
 from midflight.trajectories.pairs import shard_stores
 from midflight.types import Kind
 
+POLICIES = ("wait", "drop", "mask")
+MAX_BOUND = 17
+"""Bounds on age that are tried for a step that does not fit that of the configuration."""
+LEAST_DIGITS = 16
+"""The fewest digits of a digest that may be given: fewer are easily had by chance."""
+
 
 @dataclass(slots=True)
 class RunProof:
@@ -30,6 +37,8 @@ class RunProof:
     notes: list[str] = field(default_factory=list[str])
     """What could not be proven, and why."""
     num_rollouts: int = 0
+    num_older: int = 0
+    """Rollouts of an older Midflight, without digests."""
     num_steps: int = 0
     digest: str = ""
     """The digest of the last step, as the journal has it."""
@@ -39,12 +48,16 @@ class RunProof:
         return not self.mistakes
 
 
-def prove(folder: Path, *, digest: str = "") -> RunProof:
+def prove(folder: Path, *, digest: str | None = None) -> RunProof:
     """Computes the digests of a run again. `digest` is one that is held outside of the run: then
-    the run must have it. Raises `NoRun` if there is nothing to prove.
+    the run must have it, and its first `LEAST_DIGITS` digits suffice. Raises `NoRun` if there is
+    nothing to prove.
     """
+    wanted = _hexadecimal(digest)
+    rules = _rules(folder)
     proof = RunProof()
-    lines = [line for line in read_journal(folder / "metrics.jsonl").steps if line.digests]
+    every = read_journal(folder / "metrics.jsonl").steps
+    lines = [line for line in every if line.digests]
     with ExitStack() as open_stores:
         stores = [open_stores.enter_context(opened(path)) for path in _paths(folder)]
         if not any(store.has_chain for store in stores):
@@ -58,15 +71,42 @@ def prove(folder: Path, *, digest: str = "") -> RunProof:
             proof.mistakes += check_rollouts(store, chain)
             proof.mistakes += check_groups(store, chain)
             proof.num_rollouts += len(chain.rollouts)
-        proof.mistakes += check_steps(folder, lines, stores, chains)
+            proof.num_older += len(chain.older_rollouts)
+        groups = [_by_version(store) for store in stores]
+        for line in every:
+            if not line.digests:
+                for found in groups:
+                    found.pop(line.version, None)
+        holder = holder_of(folder)
+        if holder is not None and holder.lives:  # a step may have ended since the journal was read
+            newest = every[-1].version if every else 0
+            groups = [{v: keys for v, keys in found.items() if v <= newest} for found in groups]
+        proof.mistakes += check_steps(lines, stores, chains, groups, rules)
     proof.num_steps = len(lines)
     proof.digest = lines[-1].digests.chain if lines and lines[-1].digests else ""
-    proof.mistakes += check_ends(folder, lines, digest)
+    proof.mistakes += check_ends(folder, lines, wanted)
+    if proof.num_older:
+        proof.notes.append(
+            f"{proof.num_older:,} rollouts ended before this run kept digests, and are not proven."
+        )
     if not lines:
         proof.notes.append(
             "No step has digests: none was made yet, or a trainer that makes none trained the run."
         )
     return proof
+
+
+def _hexadecimal(digest: str | None) -> str:
+    """The digits of a digest; an empty text if none was given."""
+    if digest is None:
+        return ""
+    digits = digest.strip().lower()
+    if len(digits) < LEAST_DIGITS or not set(digits) <= set("0123456789abcdef"):
+        raise NoRun(
+            f"{digest!r} is no digest: give at least {LEAST_DIGITS} of the hexadecimal digits that "
+            "a run printed at its end."
+        )
+    return digits
 
 
 def _paths(folder: Path) -> list[Path]:
@@ -77,16 +117,16 @@ def _paths(folder: Path) -> list[Path]:
 
 
 def check_steps(
-    folder: Path,
     lines: Sequence[StepLine],
     stores: Sequence[StoreRecord],
     chains: Sequence[Chain],
+    groups: Sequence[dict[int, list[Key]]],
+    rules: Rules,
 ) -> Iterator[str]:
     """Yields a sentence for each step that does not continue the one before, or was not made of
-    the groups that the store gives it.
+    the groups that the store gives it. `groups` are those of each store by the version that they
+    made.
     """
-    rules = _rules(folder)
-    groups = [_by_version(store) for store in stores]
     head = formulas.START
     weights = ""
     for line in lines:
@@ -94,12 +134,12 @@ def check_steps(
         said = {name: getattr(line.digests, name) for name in line.digests.__struct_fields__}
         measured = line.trainer or {}
         loss = (measured.get("loss"), measured.get("grad_norm"))
-        if formulas.step(head, line.version, said, loss).hex() != line.digests.chain:
+        if _step_digest(head, line.version, said, loss) != line.digests.chain:
             yield (
                 f"step {line.step} (version {line.version}) does not continue the step before it: "
                 "its line of the journal was changed, or one before it is missing"
             )
-        head = bytes.fromhex(line.digests.chain)
+        head = _bytes_of(line.digests.chain)
         if weights and line.digests.weights_before not in ("", weights):
             yield f"step {line.step} began with other weights than the step before it made"
         weights = line.digests.weights_after
@@ -114,6 +154,21 @@ def check_steps(
                 f"{len(keys)} groups were trained in the step that made version {version}, of "
                 "which the journal has no line"
             )
+
+
+def _step_digest(head: bytes, version: int, said: Mapping[str, Any], loss: Sequence[Any]) -> str:
+    """The digest of a step; an empty text if what the line says is no digest at all."""
+    try:
+        return formulas.step(head, version, said, loss).hex()
+    except (ValueError, OverflowError):
+        return ""
+
+
+def _bytes_of(digest: str) -> bytes:
+    try:
+        return bytes.fromhex(digest)
+    except ValueError:
+        return formulas.START
 
 
 def _wrong_seals(line: StepLine, chains: Sequence[Chain]) -> Iterator[str]:
@@ -136,20 +191,47 @@ def _wrong_batch(
 ) -> Iterator[str]:
     """Yields a sentence if a step was made of other rows than those of its groups."""
     assert line.digests is not None
-    taken: list[list[BatchMember]] = []
-    for store, by_version in zip(stores, groups, strict=True):
-        keys = by_version.get(line.version, [])
-        for group in groups_of(store, keys, line.version, rules):
-            taken.append(group)
-            for member in group:
-                yield from _wrong_count(store, member, group)
-    if batch_digest(taken, line.version).hex() != line.digests.batch:
-        names = sorted({"-".join(map(str, member.rollout.key)) for one in taken for member in one})
+    keys = [by_version.get(line.version, []) for by_version in groups]
+    try:
+        taken = _taken(line, stores, keys, rules)
+    except ValueError as error:
+        yield f"step {line.step}: the rows of its groups cannot be read ({error})"
+        return
+    if taken is not None:
+        for store, found in zip(stores, taken, strict=True):
+            for group in found:
+                for member in group:
+                    yield from _wrong_count(store, member, group)
+    else:
+        names = ["-".join(map(str, key)) for own in keys for key in sorted(own)]
         yield (
             f"step {line.step} (version {line.version}) was not made of the groups that the store "
             f"gives it ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''}): one was "
             "trained in another step, twice or never, or a row differs"
         )
+
+
+def _taken(
+    line: StepLine,
+    stores: Sequence[StoreRecord],
+    keys: Sequence[Sequence[Key]],
+    rules: Rules,
+) -> list[list[list[BatchMember]]] | None:
+    """The groups of each store as the step trained on them, or None if they do not have the step's
+    digest. The run may have gone on with another bound on age since: then the digest says which
+    bound there was.
+    """
+    assert line.digests is not None
+    others = [Rules(bound, policy) for policy in POLICIES for bound in range(MAX_BOUND)]
+    for tried in (rules, *others):
+        taken = [
+            list(groups_of(store, own, line.version, tried))
+            for store, own in zip(stores, keys, strict=True)
+        ]
+        every = [group for found in taken for group in found]
+        if batch_digest(every, line.version).hex() == line.digests.batch:
+            return taken
+    return None
 
 
 def _wrong_count(
@@ -196,12 +278,9 @@ def check_ends(folder: Path, lines: Sequence[StepLine], digest: str) -> Iterator
             yield f"{name} has the digest {kept[:16]}..., which is of no step of the journal"
         elif name == "summary.json" and kept != last:
             yield f"{name} has the digest of step {chains[kept].step}, which is not the last one"
-    if not digest:
-        return
-    wanted = digest.strip().lower()
-    if not any(chain.startswith(wanted) for chain in chains):
+    if digest and not any(chain.startswith(digest) for chain in chains):
         yield (
-            f"the digest that was given ({wanted[:16]}...) is of no step of this run: it is "
+            f"the digest that was given ({digest[:16]}...) is of no step of this run: it is "
             "another run, or all of its chain was written anew"
         )
 

@@ -251,7 +251,11 @@ def _input(arguments: str) -> Json:
     try:
         return cast(Json, json.loads(arguments))
     except ValueError:
+        pass
+    try:
         return cast(Json, from_json(arguments or "{}", allow_partial=True))
+    except ValueError:  # it broke off in what no reader of JSON goes on from
+        return {}
 
 
 def _block(pieces: Sequence[Piece], request_id: str) -> Json:

@@ -34,6 +34,10 @@ MAX_ITEMS = 20
 """The most items that are added to a conversation at once, as many as OpenAI's endpoint takes."""
 
 
+MAX_KEPT_ITEMS = 10_000
+"""The most items of a conversation to which others may be added."""
+
+
 class BeginBody(Body):
     """The body of a request that begins a conversation."""
 
@@ -211,6 +215,12 @@ class KeptRoutes:
                 f"items has {len(body.items)} items: send 1 to {MAX_ITEMS}.", param="items"
             )
         number = len(conversation_items(found)[0])
+        if number > MAX_KEPT_ITEMS:
+            raise RequestRejected(
+                f"the conversation has {number} items, and no more than {MAX_KEPT_ITEMS} are kept: "
+                "begin another one.",
+                param="items",
+            )
         said = _read(body.items, before=found.messages, unread=unread, kept=kept)
         self._gateway.pass_over(unread, path="/v1/conversations")
         found.put(said)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from midflight.config.load import load_config
+from midflight.config.dump import as_toml
+from midflight.config.load import past_config
 from midflight.config.sections import Config
 from midflight.errors import ConfigError, NoRun
 from midflight.observe.lines import StepLine, encode_line
@@ -44,7 +45,7 @@ def write_bundle(folder: Path, step: int, file: Path, *, with_weights: bool) -> 
     """
     if file.exists():
         raise ConfigError(f"{file} is there already; name another file, or remove it.")
-    config = load_config(folder / CONFIG, note=lambda _: None)
+    config = past_config(folder / CONFIG)
     checkpoint, state = checkpoint_before(folder, step)
     verified(checkpoint)
     lines = lines_of(folder)
@@ -56,7 +57,7 @@ def write_bundle(folder: Path, step: int, file: Path, *, with_weights: bool) -> 
     try:
         with zipfile.ZipFile(draft, "w", zipfile.ZIP_STORED) as packed:
             packed.writestr(CONTENTS, msgspec.json.encode(contents))
-            packed.write(folder / CONFIG, CONFIG)
+            packed.writestr(CONFIG, as_toml(_without_secrets(config)))
             journal = b"".join(encode_line(line) + b"\n" for line in needed)
             packed.writestr(JOURNAL, journal)
             for line in needed:
@@ -64,10 +65,20 @@ def write_bundle(folder: Path, step: int, file: Path, *, with_weights: bool) -> 
             if with_weights:
                 for path in _weights(folder, checkpoint):
                     packed.write(path, str(path.relative_to(folder)))
+        draft.chmod(0o600)  # it has the conversations of the run
         draft.replace(file)
     finally:
         draft.unlink(missing_ok=True)
     return file.stat().st_size
+
+
+def _without_secrets(config: Config) -> Config:
+    """The configuration without the variables of servers of tools, which often are keys."""
+    environment = config.environment
+    servers = [server.model_copy(update={"env": {}}) for server in environment.mcp]
+    return config.model_copy(
+        update={"environment": environment.model_copy(update={"mcp": servers})}
+    )
 
 
 def _batch_name(step: int) -> str:
@@ -111,12 +122,12 @@ def opened(file: Path) -> Generator[tuple[Path, int]]:
 
 
 def _link_weights(file: Path, checkpoint: Path, folder: Path) -> None:
-    run = checkpoint.parents[1]
-    if not checkpoint.is_dir():
+    if len(checkpoint.parents) < 2 or not checkpoint.is_dir():
         raise NoRun(
             f"{file} has no weights, and {checkpoint} is not there. Mount the run's folder at that "
             "path, or ask for a bundle with weights (without --no-weights)."
         )
+    run = checkpoint.parents[1]
     (folder / "checkpoints").mkdir()
     (folder / "checkpoints" / checkpoint.name).symlink_to(checkpoint)
     for name in ("start", "reference"):

@@ -17,7 +17,7 @@ from midflight.archive.prove.record import Link, opened
 from midflight.archive.store_reader import file_of
 from midflight.buffer.books import Books
 from midflight.buffer.groups import Limits, Wait
-from midflight.config.load import load_config
+from midflight.config.load import past_config
 from midflight.errors import NoRun
 from midflight.run.rollout.system import buffer_limits
 from midflight.trajectories.pairs import shard_stores
@@ -60,7 +60,7 @@ def decide_again(folder: Path) -> Decisions:
     """Applies the events of every store of a run to new books. Raises `NoRun` if the run has no
     record of them.
     """
-    config = load_config(folder / "config.toml", note=lambda _: None)
+    config = past_config(folder / "config.toml")
     path = file_of(folder, Kind.TRAINING)
     if not path.is_file():
         raise NoRun(f"{folder} has no store: give the folder of a run that has begun to train.")
@@ -105,6 +105,11 @@ class _DecidesAgain:
         match link.event:
             case "rollout":
                 return
+            case "older":
+                raise NoRun(
+                    f"{self._path} was begun by an older Midflight, which did not record its "
+                    "events, so that its decisions cannot be made again."
+                )
             case "waiting":
                 yield from self._finished(link)
             case "leased":
@@ -122,7 +127,6 @@ class _DecidesAgain:
         reason = self._books.unfit(group)
         if reason is not None:
             yield Decision(link.number, f"group {group.key} waited, and would be dropped: {reason}")
-            return
         self._books.apply(Admitted(group.key, self._store.task(group.key)))
         for trajectory in group.trajectories:
             self._books.apply(TrajectoryKept(trajectory, {}, {}))

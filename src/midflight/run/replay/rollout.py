@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from midflight.archive.store_reader import reading
-from midflight.config.load import load_config
+from midflight.config.load import past_config
 from midflight.config.sections import Config
 from midflight.environments.agent_program import AgentProgram
 from midflight.environments.agents import SharedClients
@@ -195,7 +195,7 @@ def _segments(row: Row, record: TurnRecord) -> list[Segment]:
 
 def replay_rollout(folder: Path, key: RolloutKey) -> ReplayedRollout:
     """Runs the agent of a rollout again, with the run's environment as it is now."""
-    config = load_config(folder / "config.toml", note=lambda _: None)
+    config = past_config(folder / "config.toml")
     recorded = recorded_rollout(folder, key)
     return asyncio.run(_replayed(config, Tokenizer.load(folder / "start"), recorded))
 

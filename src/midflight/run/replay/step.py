@@ -14,7 +14,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from midflight.config.derived import served_dtype
-from midflight.config.load import load_config
+from midflight.config.load import past_config
 from midflight.config.sections import Config
 from midflight.errors import ConfigError, NoRun
 from midflight.models.load import load_model
@@ -75,9 +75,9 @@ def replay_step(
     too. Raises `NoRun` if something of it is gone.
     """
     disable_progress_bar()
-    config = load_config(
-        folder / "config.toml", overrides=(f"trainer.device={device}",), note=lambda _: None
-    )
+    stored = past_config(folder / "config.toml")
+    section = stored.trainer.model_copy(update={"device": device})
+    config = stored.model_copy(update={"trainer": section})
     if config.distillation.teacher is not None:
         raise ConfigError(
             f"{folder} was trained with a teacher, whose log-probabilities are not stored, so that "
@@ -155,7 +155,11 @@ def _compared(
     found = [
         _close("loss", recorded.get("loss"), report.metrics.get("loss")),
         _close("gradient norm", recorded.get("grad_norm"), report.metrics.get("grad_norm")),
-        _close("tokens in the loss", line.tokens, report.num_tokens),
+        _close(
+            "tokens in the loss",
+            recorded.get("tokens/trained"),
+            report.metrics.get("tokens/trained"),
+        ),
     ]
     digests = line.digests
     found.append(

@@ -4,7 +4,7 @@ run recorded. Nothing is generated, so that two losses can be compared on the sa
 
 from __future__ import annotations
 
-import shutil
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ from pathlib import Path
 from transformers.utils.logging import disable_progress_bar
 
 from midflight.config.dump import as_toml
-from midflight.config.load import load_config
+from midflight.config.load import past_config
 from midflight.config.sections import Config
 from midflight.errors import ConfigError, NoRun
 from midflight.models.export import export_model
@@ -33,7 +33,7 @@ def train_on_rollouts(
     new model. The trainer begins with `model.path`, or with the model that the source began with.
     """
     disable_progress_bar()
-    recorded = load_config(source / "config.toml", note=lambda _: None)
+    recorded = past_config(source / "config.toml")
     lines = [line for line in lines_of(source).values() if line.tokens]
     if not lines:
         raise NoRun(f"{source} has no step with tokens to train on; give a run that has trained.")
@@ -43,7 +43,8 @@ def train_on_rollouts(
     layout, _ = proven_layout(model, max_context=recorded.model.max_context)
     trainer = trainer_of(config, model, layout=layout)
     folder = Path(config.run.folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    os.umask(0o077)  # it has what the conversations of the run taught
     (folder / "config.toml").write_text(as_toml(config))
     state = RunState(name=config.run.name, steps=config.run.steps)
     journal = Journal(folder / "metrics.jsonl", state)
@@ -65,6 +66,11 @@ def train_on_rollouts(
 
 def _check(config: Config, recorded: Config, source: Path) -> None:
     """Refuses what other tokens would be needed for."""
+    if config.lora.rank is not None:
+        raise ConfigError(
+            "lora.rank is set, and --rollouts-from trains all weights; remove it, or train adapters "
+            "in a run of its own."
+        )
     if config.distillation.teacher is not None:
         raise ConfigError(
             "distillation.teacher is set, and a teacher needs an engine; remove it to train on the "
@@ -78,17 +84,10 @@ def _check(config: Config, recorded: Config, source: Path) -> None:
     folder = Path(config.run.folder)
     if folder.resolve() == source.resolve():
         raise ConfigError(f"run.folder is the run that is read, {source}; choose another one.")
-    if (folder / "metrics.jsonl").exists():
+    if folder.exists() and any(folder.iterdir()):
         raise ConfigError(
-            f"{folder} holds a run already; choose another run.folder, or --overwrite."
+            f"{folder} is there already, and is not empty; choose another run.folder, or remove it."
         )
-
-
-def clear(folder: Path) -> None:
-    """Removes what an earlier run of this kind left in a folder."""
-    for name in ("metrics.jsonl", "config.toml", "timeline.jsonl"):
-        (folder / name).unlink(missing_ok=True)
-    shutil.rmtree(folder / "model", ignore_errors=True)
 
 
 def _fact(report: StepReport, lease: int, started: float) -> Stepped:

@@ -9,6 +9,7 @@ its version and the version of the oldest key. The keys are made here as the lab
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,8 +27,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from midflight.archive.store_reader import reading
 from midflight.config.derived import served_dtype
-from midflight.config.load import load_config
+from midflight.config.load import past_config
 from midflight.config.sections import Config
+from midflight.errors import NoRun
 from midflight.models.caches import cache_name
 from midflight.models.load import load_model
 from midflight.models.names import assign, named_tensors
@@ -76,7 +78,9 @@ class Difference:
 
     @property
     def nats(self) -> float:
-        return abs(self.recorded - self.computed)
+        """Infinite where one of the two is no number."""
+        apart = abs(self.recorded - self.computed)
+        return apart if math.isfinite(apart) else math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,7 @@ def prove_weights(folder: Path, *, number: int = 32, seed: int = 0) -> WeightsPr
     are all kept.
     """
     disable_progress_bar()
-    config = load_config(folder / "config.toml", note=lambda _: None)
+    config = past_config(folder / "config.toml")
     models = KeptVersions(folder, config)
     found = [answer for answer in _answers(folder) if answer.versions <= models.versions]
     chosen = random.Random(seed).sample(found, min(number, len(found)))
@@ -106,6 +110,8 @@ def prove_weights(folder: Path, *, number: int = 32, seed: int = 0) -> WeightsPr
     num_tokens = 0
     for answer in chosen:
         for difference in _differences(answer, models):
+            if not answer.row.loss_mask[difference.token]:
+                continue  # an engine may have left its log-probability out
             num_tokens += 1
             if worst is None or difference.nats > worst.nats:
                 worst = difference
@@ -243,7 +249,11 @@ def kept_of(row: Row, record: TurnRecord) -> tuple[bytes, ...]:
 def _read(model: PreTrainedModel, tokens: Sequence[int], keys: object) -> tuple[Tensor, object]:
     """Logits [T, V] of tokens over these keys, and the keys with theirs."""
     name = cache_name(model)
-    assert name is not None, "a model that keeps no keys reads everything anew"
+    if name is None:
+        raise NoRun(
+            f"{type(model).__name__} keeps no keys, so that its log-probabilities cannot be computed "
+            "again here."
+        )
     given: dict[str, Any] = {} if keys is None else {name: keys}
     with torch.no_grad():
         made = model(torch.tensor([tokens]), use_cache=True, **given)

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
+from midflight.config.load import past_config
 from midflight.errors import NoRun
 from midflight.run.replay.bundle import batches_of
 from midflight.run.replay.recorded_steps import lines_of
 from midflight.run.replay.step import ReplayedStep, checkpoint_before, replay_step
+from midflight.trainer.own_loss import objective_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,13 @@ def witnesses(
     """Makes the newest step again that can be made, and returns it with the witnesses of so many of
     its rollouts, chosen by chance.
     """
+    config = past_config(folder / "config.toml")
+    if config.trainer.epochs_per_step > 1 or not objective_of(config).needs_advantage:
+        raise NoRun(
+            f"the loss of {folder} gives tokens a gradient that its books do not say by themselves "
+            "(trainer.epochs_per_step above 1, or a term beside the advantage); --witness cannot "
+            "judge its steps."
+        )
     replayed = replay_step(folder, _newest(folder), batches_of)
     found = list(_all(replayed))
     chosen = random.Random(seed).sample(found, min(number, len(found)))

@@ -7,7 +7,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -329,10 +329,13 @@ class RolloutProcess:
             if section.store_folder is not None:
                 # a launcher on another machine could not set it aside
                 shelve(store)
+                _keep_private(store)
             return store
         alarm = go_on(folder, section.store_folder)
         if alarm is not None:
             self._launcher.tell(Alarm(alarm))
+        if section.store_folder is not None:
+            _keep_private(store)
         return store
 
     # --- Parts ------------------------------------------------------------------------------------
@@ -611,3 +614,13 @@ class RolloutProcess:
                 self._launcher.tell(Progress(self._status()))
         finally:
             self._launcher.tell(Progress(self._status()))
+
+
+def _keep_private(store: Path) -> None:
+    """Makes a store outside the run's folder its user's alone, also if the folder is shared with a
+    group. One that is not there begins as an empty file; SQLite gives its log the same permissions.
+    """
+    store.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        os.close(os.open(store, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    store.chmod(0o600)
