@@ -40,8 +40,9 @@ def train(tmp_path: Path) -> Iterator[Callable[..., Command]]:
         command.end()
 
 
-def test_two_ranks_take_the_steps_of_one(train: Callable[..., Command], tmp_path: Path) -> None:
-    exact = ("run.steps=3", "model.dtype=float64", "rollout.max_staleness=0")
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_two_ranks_take_the_steps_of_one(train: Callable[..., Command], tmp_path: Path, epochs: int) -> None:
+    exact = ("run.steps=3", "model.dtype=float64", "rollout.max_staleness=0", f"trainer.epochs_per_step={epochs}")
     for command in [train(f"of-{ranks}", *exact, f"trainer.ranks={ranks}") for ranks in (1, 2)]:
         assert command.wait(90) == 0, command.said
     one, two = (steps(tmp_path / f"of-{ranks}") for ranks in (1, 2))
