@@ -33,6 +33,7 @@ SIZES = {
     "70b": (8192, 28672, 80, 64, 8, 128256),
 }
 """Those of Qwen2.5 and Llama 3."""
+REAL_TRIAL = table.trial
 KINDS = {"7b": "h100", "32b": "h100", "70b": "h200"}
 TABLE = """\
 [run]
@@ -146,6 +147,31 @@ def test_a_plan_asks_nothing_of_this_machine() -> None:
     config = load_config("run.toml", ["model.path=70b", "engine.threads=9999", *SIXTY_FOUR])
     gpus = DescribedGpus(64, GPU_KINDS["h200"])
     assert table.look(Plan(config, Caller.PLAN, gpus=gpus)).problems == ()
+
+
+def test_a_plan_reads_tasks_and_tokenizer_and_no_weights(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(table, "trial", REAL_TRIAL)
+    assert planning("7b", 2, "h100") == 0
+    printed = capsys.readouterr().out
+    assert "<|user|>reverse " in printed and "NVIDIA H100 80GB SXM" in printed
+    assert not list(Path("7b").glob("*.safetensors"))
+
+
+def test_the_servers_of_both_kinds_the_embedded_engine_and_a_teacher_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, overrides in (
+        ("--tp-size=2", ["engine.kind=sglang", "engine.servers=[{tensor_parallel=2}]"]),
+        ("its share of 0.88", ["engine.kind=sglang"]),
+        ("weights, live and staged", ["engine.kind=embedded", "engine.max_running=4"]),
+        ("logits that are scored at once", ["distillation.teacher=7b"]),
+    ):
+        assert planning("7b", 8, "h200", *overrides) == 0
+        assert words in capsys.readouterr().out
+
+
+def test_servers_that_run_already_have_no_launch_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert planning("7b", 2, "h100", "engine.urls=['http://127.0.0.1:1']") == 0
+    printed = capsys.readouterr().out
+    assert "launch lines" not in printed and "engine0" not in printed
 
 
 def test_a_run_on_cpus_is_planned_with_a_note_that_no_gpu_is_used(capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,18 +65,18 @@ def plan_notes(config: Config, gpus: DescribedGpus) -> Iterator[str]:
     if not used:
         yield (
             f"no process computes on the {gpus.number} GPUs: engine.device is "
-            f"{config.engine.device!r} and trainer.device is {config.trainer.device!r}; set them to "
-            '"cuda".'
+            f"{config.engine.device!r} and trainer.device is {config.trainer.device!r}; set them "
+            'to "cuda".'
         )
     elif idle:
         yield (
-            f"{idle} of {gpus.number} GPUs have no process; raise trainer.ranks or engine.count, or "
-            "add engine.servers."
+            f"{idle} of {gpus.number} GPUs have no process; raise trainer.ranks or engine.count, "
+            "or add engine.servers."
         )
     if config.cluster.kind == "local" and gpus.number > GPUS_OF_A_MACHINE:
         yield (
-            f"{gpus.number} GPUs are planned on one machine, and most have {GPUS_OF_A_MACHINE}; set "
-            "cluster.kind for several machines."
+            f"{gpus.number} GPUs are planned on one machine, and most have {GPUS_OF_A_MACHINE}; "
+            "set cluster.kind for several machines."
         )
     context = default_context(config)
     if context is not None and context[0] == config.model.max_context < context[1]:
@@ -221,7 +221,7 @@ def _groups(config: Config) -> Table:
 
 
 def _server_groups(config: Config) -> Iterator[tuple[str, str, str, str]]:
-    """A row for the servers that are laid over several processes, for each way in which they are."""
+    """A row for the servers that are laid over several processes, for each way of doing so."""
     by = "gloo" if config.engine.device == "cpu" else "NCCL"
     alike = defaultdict[tuple[str, str], list[str]](list)
     for number in range(num_engines(config.engine)):

@@ -1,5 +1,5 @@
-"""GPUs that options describe (`--gpus 8 --gpu h100`), in the place of those that a machine has: their
-kinds, and the places of a run's processes on them.
+"""GPUs that options describe (`--gpus 8 --gpu h100`), in the place of those that a machine has:
+their kinds, and the places of a run's processes on them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,10 +43,14 @@ GPU_KINDS: Mapping[str, GpuKind] = {
         GpuKind("4090", "NVIDIA GeForce RTX 4090", 24_564, 1_008, 0, 32),
     )
 }
-"""The kinds that `--gpu` takes. Sources: NVIDIA's data sheets and architecture papers of Hopper (H100,
-H200), Blackwell (DGX B200), Ampere (A100), and Ada (L40S, RTX 4090) for the speed of the memory and
-of NVLink, which they give for both directions together, so that it is halved here; `nvidia-smi` for
-the memory; PCIe 5.0 and 4.0 with 16 lanes for the way to the machine.
+"""The kinds that `--gpu` takes, with the sources of their figures:
+
+| figure | source |
+|---|---|
+| memory | what `nvidia-smi` reports for such a GPU: less than its name says |
+| reading its memory | NVIDIA's data sheets of H100 SXM, H200 SXM, DGX B200, A100 80GB SXM, L40S; the architecture paper of Ada for RTX 4090 |
+| NVLink | the same data sheets, which give both directions together (900, 1800 and 600): half of it |
+| PCIe | 16 lanes of PCIe 5.0 (H100, H200, B200) or 4.0, before encoding and protocol |
 """
 GPUS_OF_A_MACHINE = 8
 """The most GPUs of a machine of a cluster, as in DGX and HGX."""
