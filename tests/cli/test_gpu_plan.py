@@ -33,8 +33,10 @@ SIZES = {
     "70b": (8192, 28672, 80, 64, 8, 128256),
 }
 """Those of Qwen2.5 and Llama 3."""
+PARAMETERS = 2 * 152064 * 3584 + 28 * (2 * 3584 * 128 * 32 + 3 * 3584 * 18944 + 2 * 3584 + 2 * 128) + 3584
+"""Of the model of 7 billion, as models without weights are counted."""
 REAL_TRIAL = table.trial
-KINDS = {"7b": "h100", "32b": "h100", "70b": "h200"}
+KINDS = {"7b": "h100", "32b": "h100", "70b": "b200"}
 TABLE = """\
 [run]
 name = "plan"
@@ -145,7 +147,7 @@ def test_a_plan_asks_nothing_of_this_machine() -> None:
     asked = {check.name for part in (table.AT_ONCE, table.BESIDE_TRIAL, table.AT_LAST) for check in part if Caller.PLAN in check.callers}
     assert asked == {"model", "teacher", "sizes", "described gpus"}
     config = load_config("run.toml", ["model.path=70b", "engine.threads=9999", *SIXTY_FOUR])
-    gpus = DescribedGpus(64, GPU_KINDS["h200"])
+    gpus = DescribedGpus(64, GPU_KINDS["b200"])
     assert table.look(Plan(config, Caller.PLAN, gpus=gpus)).problems == ()
 
 
@@ -218,12 +220,27 @@ def test_what_shares_a_gpu_is_added_up() -> None:
     assert refused("7b", 1, "b200", "engine.share_devices=true", "engine.arguments=['--gpu-memory-utilization=0.4']") == []
 
 
-def test_the_whole_version_on_the_first_rank_is_refused_with_the_transport_that_needs_none() -> None:
+def test_the_first_rank_needs_room_for_the_whole_model_which_it_puts_together() -> None:
+    # 70 554 M parameters in bfloat16 are 131.4 GB of 2**30, and a sixth of 8 bytes of each 87.6 GB
     layout = ["trainer.ranks=6", "engine.servers=[{tensor_parallel=2}]"]
     (sentence,) = refused("70b", 8, "h200", *layout)
-    assert sentence.startswith("GPU 0 of this machine would take ") and " at a handover, " in sentence
-    assert 'set weights.transport = "pull"' in sentence
-    assert refused("70b", 8, "h200", *layout, "weights.transport=pull") == []
+    assert sentence == (
+        "GPU 0 of this machine would take 220.0 GB at a handover, and a GPU of the kind h200 has 140.4 GB: 131.4 GB for the whole model, put "
+        "together (trainer) and 87.6 GB for weights, gradients and AdamW's two moments (trainer); raise trainer.ranks (6), or choose GPUs with "
+        "more memory: the first rank puts the model together to export it."
+    )
+    (sentence,) = refused("70b", 8, "h200", *layout, "weights.transport=pull")
+    assert " would take 220.0 GB at its end, " in sentence
+    assert refused("70b", 64, "b200", *SIXTY_FOUR) == []
+
+
+def test_another_precision_in_the_engines_is_a_copy_on_the_first_rank_unless_ranks_give_parts() -> None:
+    precision = ["model.path=7b", "model.dtype=float32", "engine.dtype=bfloat16", "trainer.ranks=4"]
+    gpus = DescribedGpus(8, GPU_KINDS["h200"])
+    first = memory_of(load_config("run.toml", precision), gpus)[0]
+    assert first.taken(Moment.HANDOVER) - first.taken(Moment.END) == 2 * PARAMETERS
+    first = memory_of(load_config("run.toml", [*precision, "weights.transport=pull"]), gpus)[0]
+    assert first.taken(Moment.END) - first.taken(Moment.HANDOVER) == 4 * PARAMETERS
 
 
 def test_too_few_gpus_are_refused_by_the_process_that_finds_none() -> None:
@@ -245,11 +262,11 @@ def memory_of(config: Config, gpus: DescribedGpus) -> list[GpuMemory]:
 def test_ranks_share_the_trainers_memory_and_each_loads_the_whole_model_first() -> None:
     config = load_config("run.toml", ["model.path=7b", "trainer.ranks=4", "weights.transport=pull"])
     ranks = memory_of(config, DescribedGpus(8, GPU_KINDS["h100"]))[:4]
-    parameters = 2 * 152064 * 3584 + 28 * (2 * 3584 * 128 * 32 + 3 * 3584 * 18944 + 2 * 3584 + 2 * 128) + 3584
     for rank in ranks:
-        assert rank.taken(Moment.START) == CUDA_BYTES + 2 * parameters
-        assert rank.taken(Moment.HANDOVER) == CUDA_BYTES + 4 * 2 * parameters // 4
-        assert rank.fullest is Moment.STEP
+        assert rank.taken(Moment.START) == CUDA_BYTES + 2 * PARAMETERS
+        assert rank.taken(Moment.HANDOVER) == CUDA_BYTES + 4 * 2 * PARAMETERS // 4
+    assert ranks[0].fullest is Moment.END
+    assert {rank.fullest for rank in ranks[1:]} == {Moment.STEP}
 
 
 def test_a_server_takes_its_share_of_each_gpu_and_has_keys_in_what_weights_leave() -> None:

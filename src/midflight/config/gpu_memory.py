@@ -1,9 +1,9 @@
 """The memory of each GPU of a run at its fullest moment, estimated before anything is started, for
 GPUs that options describe. `memory` has the items of our own processes.
 
-A GPU has three moments: the start, at which each trainer rank loads the whole model and then keeps
-its share of it; a step; and the handover, for which the first rank may put the whole version
-together. All that is on a GPU at one moment is added up. Nothing of it was measured on a GPU.
+A GPU has four moments: the start, at which each trainer rank loads the whole model and then keeps
+its share of it; a step; the handover, for which the first rank may put the whole version together;
+and the end, at which it does so to export the model. All that is on a GPU at one moment is added up. Nothing of it was measured on a GPU.
 """
 
 import re
@@ -41,6 +41,7 @@ class Moment(StrEnum):
     START = "at its start"
     STEP = "in a step"
     HANDOVER = "at a handover"
+    END = "at its end"
 
 
 ALWAYS = frozenset(Moment)
@@ -159,7 +160,7 @@ def _trainer_items(
     """The items of a trainer rank. The estimate is for all ranks, which share each of its items."""
     ranks = config.trainer.ranks
     weights = sizes.weight_bytes(config.model.dtype)
-    shared = frozenset({Moment.STEP, Moment.HANDOVER})
+    shared = frozenset({Moment.STEP, Moment.HANDOVER, Moment.END})
     in_step = frozenset({Moment.STEP})
     more_ranks = f"raise trainer.ranks ({ranks})"
     for item in estimate:
@@ -197,14 +198,33 @@ def _trainer_items(
             frozenset({Moment.START}),
             "remove [warm_start], and start from a model that has learnt it",
         )
-    if first and _puts_together(config):
+    if first:
+        yield from _whole_version(config, sizes)
+
+
+def _whole_version(config: Config, sizes: ModelSizes) -> Iterator[GpuItem]:
+    """What the first rank puts together on its GPU: the model at the end of the run, to export it,
+    and each version, unless ranks give their own parts away.
+    """
+    ranks = config.trainer.ranks
+    gives_parts = config.weights.transport == "pull" and not config.weights.delta
+    if ranks > 1:
+        moments = {Moment.END} if gives_parts else {Moment.END, Moment.HANDOVER}
         yield GpuItem(
-            who,
-            "the whole version, put together to be handed over",
-            _gathered_version(config, sizes),
+            "trainer",
+            "the whole model, put together",
+            trained_parameters(config, sizes) * element_bytes(config.model.dtype),
+            frozenset(moments),
+            f"raise trainer.ranks ({ranks}), or choose GPUs with more memory: the first rank puts "
+            "the model together to export it",
+        )
+    if served_dtype(config) != config.model.dtype and not gives_parts:
+        yield GpuItem(
+            "trainer",
+            f"a version in {served_dtype(config)}",
+            handed_bytes(config, sizes),
             frozenset({Moment.HANDOVER}),
-            'set weights.transport = "pull" without weights.delta, by which each rank sends its '
-            "own part",
+            'set weights.transport = "pull"',
         )
 
 
@@ -220,25 +240,6 @@ def _num_models(config: Config) -> int:
 def _micro_batch(words: str) -> str:
     """`a micro-batch of 4096 tokens`, of the words for all ranks."""
     return words.partition(" x ")[2]
-
-
-def _puts_together(config: Config) -> bool:
-    """True if the first rank puts a version together before it goes to the engines, or makes a
-    copy in the precision in which it is served.
-    """
-    if config.weights.transport == "pull" and not config.weights.delta:
-        return False
-    return config.trainer.ranks > 1 or served_dtype(config) != config.model.dtype
-
-
-def _gathered_version(config: Config, sizes: ModelSizes) -> int:
-    """The bytes of a version that lie on the first rank's GPU before it is handed over."""
-    num_bytes = 0
-    if config.trainer.ranks > 1:
-        num_bytes += trained_parameters(config, sizes) * element_bytes(config.model.dtype)
-    if served_dtype(config) != config.model.dtype:
-        num_bytes += handed_bytes(config, sizes)
-    return num_bytes
 
 
 # --- A server -------------------------------------------------------------------------------------
