@@ -52,6 +52,7 @@ from midflight.version import described
 
 if TYPE_CHECKING:
     from midflight.config import Config
+    from midflight.run.launcher.checks.check import Caller
 
 FAILED = 1
 WRONG_CONFIG = 2
@@ -94,14 +95,34 @@ def train(
             show_default=False,
         ),
     ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            help=(
+                "With --dry-run: plan for so many GPUs, in all machines together, whatever this "
+                "machine has."
+            ),
+            min=1,
+            metavar="NUMBER",
+            show_default=False,
+        ),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            help="The kind of these GPUs, such as h100.", metavar="KIND", show_default=False
+        ),
+    ] = None,
     log_format: LogFormat = None,
     debug: Debug = False,
 ) -> int:
     """Trains a model: engines generate while the trainer takes steps."""
     from midflight.cli import configurations
     from midflight.cli.put_back import put_back_at
-    from midflight.run.launcher.checks.check import Caller, Plan
+    from midflight.config.gpus import described_gpus
+    from midflight.run.launcher.checks.check import Plan
 
+    described = described_gpus(gpus, gpu, dry_run=dry_run)
     put_back_at(config, resume=resume)
     if rollouts_from is not None:
         if dry_run or resume or overwrite:
@@ -118,19 +139,28 @@ def train(
             folder,
             stored=resume,
         ),
-        caller=Caller.DRY_RUN if dry_run else Caller.START,
+        caller=_caller(dry_run=dry_run, plans=described is not None),
         resume=resume,
         overwrite=overwrite,
+        gpus=described,
     )
     if dry_run:
         from midflight.cli.dry_run import print_report
 
-        print_report(plan.config, configurations.checked(plan))
+        print_report(plan.config, configurations.checked(plan), gpus=described)
         return 0
     findings = configurations.checked(plan, meanwhile=lambda: _begin(plan.config))
     from midflight.run.launcher import launch
 
     return launch.train(plan.config, resume=resume, overwrite=overwrite, found=findings)
+
+
+def _caller(*, dry_run: bool, plans: bool) -> "Caller":
+    from midflight.run.launcher.checks.check import Caller
+
+    if plans:
+        return Caller.PLAN
+    return Caller.DRY_RUN if dry_run else Caller.START
 
 
 def _train_on_rollouts(config: "Config", source: Path) -> int:

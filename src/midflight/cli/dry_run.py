@@ -4,19 +4,22 @@ import os
 from collections.abc import Sequence
 from itertools import groupby
 
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from midflight.cli.gpu_plan import gpu_plan, plan_notes
+from midflight.cli.tables import new_table
 from midflight.config import Config, derived
 from midflight.config.bounds import rollout_bound
 from midflight.config.devices import num_present
+from midflight.config.gpus import DescribedGpus
 from midflight.config.knobs import admission_limit, knobs
 from midflight.config.loss_text import effective_loss
 from midflight.config.memory import memory_estimate, total_bytes
 from midflight.config.model_defaults import shown_derived
+from midflight.config.notes import notes
 from midflight.config.seats import device_map
 from midflight.config.transport import chosen_transport, version_bytes
 from midflight.observe.readable import size
@@ -27,18 +30,29 @@ from midflight.run.launcher.checks.tasks import QUANTILES, longest_prompt
 SHOWN_TOKENS = 100
 
 
-def print_report(config: Config, findings: Findings, console: Console | None = None) -> None:
-    """Prints the report, and then the results of trainer, engine and export for the model."""
+def print_report(
+    config: Config,
+    findings: Findings,
+    console: Console | None = None,
+    *,
+    gpus: DescribedGpus | None = None,
+) -> None:
+    """Prints the report, and then the results of trainer, engine and export for the model. `gpus`
+    are those that options describe.
+    """
     shown = console or Console()
-    shown.print(report(config, findings), highlight=False)
+    shown.print(report(config, findings, gpus=gpus), highlight=False)
     for finding in findings.found:
         if finding.what == "proofs" and finding.severity is Severity.OK:
             shown.print(Text(finding.found), highlight=False)
 
 
-def report(config: Config, findings: Findings) -> RenderableType:
+def report(
+    config: Config, findings: Findings, *, gpus: DescribedGpus | None = None
+) -> RenderableType:
     """Tables of run, tasks, first prompt, knobs, batch and staleness, loss, placement, GPUs and
-    memory, and then notes.
+    memory, and then notes. With `gpus` the last tables are a plan for these, and nothing is said
+    of this machine.
     """
     parts: list[RenderableType] = [_run(config)]
     if findings.sources:
@@ -50,32 +64,23 @@ def report(config: Config, findings: Findings) -> RenderableType:
         _derived(config),
         _loss(config, findings.own_loss),
         _placement(config),
-        *_devices(config, num_present(os.environ) or None),
-        _memory(config, longest_prompt(findings.sources)),
     ]
-    remarks = [*opening.remarks(config), *findings.notes]
+    longest = longest_prompt(findings.sources)
+    if gpus is None:
+        parts += _devices(config, num_present(os.environ) or None)
+        parts.append(_memory(config, longest))
+        remarks = [*opening.remarks(config), *findings.notes]
+    else:
+        parts += gpu_plan(config, gpus, longest)
+        remarks = [*notes(config), *plan_notes(config, gpus), *findings.notes]
     if remarks:
         parts.append(Text("\n".join(f"note: {remark}" for remark in remarks), style="yellow"))
     return Group(*parts)
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        show_header=bool(columns),
-        pad_edge=False,
-    )
-    for column in columns or ("", ""):
-        table.add_column(column, overflow="fold")
-    return table
-
-
 def _run(config: Config) -> Table:
     sizes = derived.model_sizes(config.model)
-    table = _table(f"run {escape(config.run.name)}")
+    table = new_table(f"run {escape(config.run.name)}")
     table.add_row("folder", Text(str(config.run.folder)))
     until = f", or reward {config.run.stop_at_reward}" if config.run.stop_at_reward else ""
     table.add_row("steps", f"{config.run.steps}{until}")
@@ -94,7 +99,7 @@ def _run(config: Config) -> Table:
 
 def _sources(found: Sequence[SourceFindings]) -> Table:
     shares = ", ".join(f"{quantile:.0%}" for quantile in QUANTILES)
-    table = _table(
+    table = new_table(
         "tasks", "source", "training", "held out", "left out", f"tokens of a prompt at {shares}"
     )
     for source in found:
@@ -108,7 +113,7 @@ def _sources(found: Sequence[SourceFindings]) -> Table:
 
 
 def _prompt(prompt: SamplePrompt) -> Table:
-    table = _table("first prompt")
+    table = new_table("first prompt")
     table.add_row("task", Text(f"{prompt.task} of {prompt.source}"))
     table.add_row("text", Text(prompt.text))
     shown = "  ".join(f"{number} {token}" for number, token in prompt.tokens[:SHOWN_TOKENS])
@@ -120,7 +125,7 @@ def _prompt(prompt: SamplePrompt) -> Table:
 
 
 def _knobs(config: Config) -> Table:
-    table = _table("six knobs of asynchrony", "knob", "value", "meaning", "binds")
+    table = new_table("six knobs of asynchrony", "knob", "value", "meaning", "binds")
     for knob in knobs(config):
         table.add_row(knob.name, knob.value, knob.effect, "yes" if knob.binds else "")
     return table
@@ -129,7 +134,7 @@ def _knobs(config: Config) -> Table:
 def _derived(config: Config) -> Table:
     r = config.rollout
     stale = derived.worst_staleness(r)
-    table = _table("derived")
+    table = new_table("derived")
     table.add_row(
         "batch",
         f"{r.groups_per_step} groups x {r.group_size} = {derived.batch_rollouts(r)} rollouts a step",
@@ -165,7 +170,7 @@ def _derived(config: Config) -> Table:
 
 
 def _loss(config: Config, own_loss: str | None) -> Table:
-    table = _table("effective loss")
+    table = new_table("effective loss")
     lines = [*effective_loss(config)]
     if own_loss:
         lines.append(own_loss)
@@ -175,7 +180,7 @@ def _loss(config: Config, own_loss: str | None) -> Table:
 
 
 def _placement(config: Config) -> Table:
-    table = _table("placement", "process", "count", "threads", "device", "what for")
+    table = new_table("placement", "process", "count", "threads", "device", "what for")
     for place in derived.placement(config):
         table.add_row(place.process, str(place.count), str(place.threads), place.device, place.task)
     return table
@@ -188,7 +193,7 @@ def _devices(config: Config, number: int | None) -> list[Table]:
     laid = device_map(config, number=number)
     if not laid:
         return []
-    table = _table("GPUs", "host", "device", "who")
+    table = new_table("GPUs", "host", "device", "who")
     for part in sorted(laid, key=lambda part: (part.host, part.devices)):
         table.add_row(
             escape(part.host),
@@ -201,7 +206,7 @@ def _devices(config: Config, number: int | None) -> list[Table]:
 def _memory(config: Config, longest: int | None) -> Table:
     """Returns a table of the memory of each part, with the total of each kind of process."""
     items = memory_estimate(config, derived.model_sizes(config.model), longest_prompt=longest)
-    table = _table("memory, estimated", "where", "what", "size", "together")
+    table = new_table("memory, estimated", "where", "what", "size", "together")
     for where, lines in groupby(items, lambda item: item.where):
         own = list(lines)
         for number, item in enumerate(own):

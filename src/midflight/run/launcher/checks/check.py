@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from midflight import given
+from midflight.config.gpus import DescribedGpus
 from midflight.config.sections import Config
 from midflight.run.parts import Purpose
 
@@ -102,11 +103,15 @@ class Findings(msgspec.Struct, frozen=True):
 
 
 class Caller(StrEnum):
-    """The three callers of the checks."""
+    """The callers of the checks. The first three ask about a run on this machine."""
 
     START = "start"
     DRY_RUN = "dry run"
     DOCTOR = "doctor"
+    PLAN = "plan"
+    """A dry run for GPUs that options describe. They are elsewhere, so that nothing is asked of
+    this machine.
+    """
 
 
 class About(StrEnum):
@@ -158,6 +163,8 @@ class Plan:
     doing: Callable[[str], None] = lambda _: None
     """Receives each next action, as a verb with its object."""
     loaded: Loaded = field(default_factory=Loaded)
+    gpus: DescribedGpus | None = None
+    """The GPUs that the options of a dry run describe."""
 
     @property
     def trains(self) -> bool:
@@ -171,7 +178,12 @@ class Plan:
 
 # --- A row of the table ---------------------------------------------------------------------------
 
-EVERYBODY = frozenset(Caller)
+EVERYBODY = frozenset(Caller) - {Caller.PLAN}
+"""All who ask about this machine."""
+ANYWHERE = frozenset(Caller)
+"""These and a plan: the check looks at no machine, and at no more of a model than its configuration
+and its tokenizer.
+"""
 TASKS = frozenset({Purpose.TRAIN, Purpose.ROLLOUTS})
 """Commands that draw tasks, publish versions and keep a run in a folder."""
 
@@ -181,8 +193,8 @@ class Check:
     """A row of the table. `look` yields findings, or raises an error, which is a finding for each of
     its lines.
 
-    A check that may refuse a run is asked by all three callers, so that none of them says that a
-    run is sound which another refuses. What doctor alone asks refuses nothing. The dry run alone
+    A check that may refuse a run here is asked by all three callers who ask about this machine, so
+    that none of them says that a run is sound which another refuses. What doctor alone asks refuses nothing. The dry run alone
     asks for `proofs`, because trainer and engine find the same when they load the model.
     """
 

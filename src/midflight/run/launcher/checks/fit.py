@@ -33,7 +33,7 @@ from midflight.config.sources import DATASET_HELDOUT, DATASET_SIZE
 from midflight.errors import ConfigError, ModelNotFound
 from midflight.models.sizes import ModelSizes
 from midflight.observe.readable import size
-from midflight.run.launcher.checks.check import Plan
+from midflight.run.launcher.checks.check import Caller, Plan
 from midflight.run.places.cluster import Machine
 
 THREADS_PER_CORE = 32
@@ -50,14 +50,18 @@ WORST_SHARE = 16.0
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """The hardware of a run. On a cluster `cores` and `memory_bytes` are those of all machines
-    together, and a process has the cores of one machine: `most_cores` at most.
+    together, and a process has the cores of one machine: `most_cores` at most. Numbers are 0 if
+    they are not known.
     """
 
     where: str
     cores: int
     memory_bytes: int
-    """It is 0 if it is not known."""
     most_cores: int
+
+
+UNKNOWN = Hardware("the machine", cores=0, memory_bytes=0, most_cores=0)
+"""A machine that a plan is for. Its cores and memory are not known, and refuse nothing."""
 
 
 def this_hardware() -> Hardware:
@@ -79,8 +83,9 @@ def sizes(plan: Plan) -> None:
     config = plan.config
     if config.cluster.kind != "local" and config.cluster.address != "start":
         return
+    hardware = UNKNOWN if plan.caller is Caller.PLAN else this_hardware()
     try:
-        problems = list(misfits(config, this_hardware(), trains=plan.trains))
+        problems = list(misfits(config, hardware, trains=plan.trains))
     except ModelNotFound:  # said where the teacher is looked for
         return
     if problems:

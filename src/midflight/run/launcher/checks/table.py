@@ -1,8 +1,9 @@
 """The list of all checks before a run, and how it is asked.
 
-Three callers ask it: the start of a run, its dry run, and `midflight doctor`. Each check stands
-here once, in the order in which it is asked. A start and a dry run end between two parts of the
-list if there is an error by then; doctor goes on.
+Three callers ask it about this machine: the start of a run, its dry run, and `midflight doctor`. A
+dry run for GPUs that are described asks only what no machine answers. Each check stands here once,
+in the order in which it is asked. All but doctor end between two parts of the list if there is an
+error by then.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,6 +14,7 @@ from midflight.config.agent import agent_of
 from midflight.errors import ConfigError, MidflightError
 from midflight.run.launcher.checks import (
     cluster,
+    described_gpus,
     devices,
     engines,
     environment,
@@ -26,6 +28,7 @@ from midflight.run.launcher.checks import (
     tasks,
 )
 from midflight.run.launcher.checks.check import (
+    ANYWHERE,
     TASKS,
     About,
     Caller,
@@ -47,40 +50,42 @@ ALL = frozenset(Purpose)
 FOREIGN = frozenset({Purpose.ROLLOUTS})
 DOCTOR = frozenset({Caller.DOCTOR})
 DRY_RUN = frozenset({Caller.DRY_RUN})
+PLAN = frozenset({Caller.PLAN})
 
 AT_ONCE = (
-    # the check, what it is about, its commands if not those with tasks, its callers if not all three
+    # the check, what it is about, its commands if not those with tasks, its callers if not the three
     Check(software.versions, MACHINE, ALL, DOCTOR),
     Check(software.packages, MACHINE, ALL),
     Check(machine.machine, MACHINE, ALL),
     Check(machine.limits, MACHINE, ALL),
-    Check(model.model, MODEL, ALL),
-    Check(model.teacher, RUN),
+    Check(model.model, MODEL, ALL, ANYWHERE),
+    Check(model.teacher, RUN, TASKS, ANYWHERE),
     Check(engines.interpreter, RUN, ALL),
-    Check(fit.sizes, RUN, ALL),
+    Check(fit.sizes, RUN, ALL, ANYWHERE),
+    Check(described_gpus.described_gpus, RUN, TASKS, PLAN),
     Check(own_trainer.own_trainer, RUN, FOREIGN),
     Check(folder.run_folder, RUN),
     Check(folder.trained_share, RUN, TASKS, DOCTOR),
 )
 IN_TRIAL = (
     # these need the user's code, or libraries that this process does without
-    Check(environment.environment, RUN),
+    Check(environment.environment, RUN, TASKS, ANYWHERE),
     Check(isolation.isolation, RUN),
     Check(environment.sandbox, RUN),
     Check(environment.untracked, RUN),
-    Check(tasks.sources, RUN),
-    Check(tasks.same_rows, RUN),
-    Check(tasks.columns, RUN),
-    Check(model.tokenizer, MODEL),
+    Check(tasks.sources, RUN, TASKS, ANYWHERE),
+    Check(tasks.same_rows, RUN, TASKS, ANYWHERE),
+    Check(tasks.columns, RUN, TASKS, ANYWHERE),
+    Check(model.tokenizer, MODEL, TASKS, ANYWHERE),
     Check(model.chat_template, MODEL, TASKS, DOCTOR),
-    Check(tasks.prompt, RUN),
-    Check(tasks.rows, RUN),
-    Check(tasks.lengths, RUN),
+    Check(tasks.prompt, RUN, TASKS, ANYWHERE),
+    Check(tasks.rows, RUN, TASKS, ANYWHERE),
+    Check(tasks.lengths, RUN, TASKS, ANYWHERE),
     Check(tasks.memory, RUN),
-    Check(tasks.conversations, RUN),
+    Check(tasks.conversations, RUN, TASKS, ANYWHERE),
     Check(model.architecture, RUN),
     Check(model.adapters, RUN),
-    Check(environment.own_loss, RUN),
+    Check(environment.own_loss, RUN, TASKS, ANYWHERE),
     Check(environment.trackers, RUN),
 )
 BESIDE_TRIAL = (

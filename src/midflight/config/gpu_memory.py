@@ -1,0 +1,339 @@
+"""The memory of each GPU of a run at its fullest moment, estimated before anything is started, for
+GPUs that options describe. `memory` has the items of our own processes.
+
+A GPU has four moments: the start, at which each trainer rank loads the whole model and then keeps
+its share of it; a step; the handover, for which the first rank may put the whole version together;
+and the end, at which it does so to export the model. All that is on a GPU at one moment is added up. Nothing of it was measured on a GPU.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from midflight.config.derived import (
+    handed_bytes,
+    model_sizes,
+    num_engines,
+    served_dtype,
+    trained_parameters,
+)
+from midflight.config.devices import ServerSection
+from midflight.config.engine import EngineSection
+from midflight.config.gpus import DescribedGpus
+from midflight.config.memory import MemoryItem, memory_estimate, step_bytes
+from midflight.config.seats import DeviceAssignment, server_of, server_size
+from midflight.config.sections import Config
+from midflight.models.sizes import ModelSizes, element_bytes
+
+CUDA_BYTES = 2**30
+"""CUDA's context of a process, with the buffers of cuBLAS and NCCL. It is assumed."""
+SHARES = {"vllm": 0.9, "sglang": 0.88}
+"""The part of a GPU that a server takes unless `engine.arguments` say otherwise. vLLM's is its
+default. SGLang chooses by the GPU; this is a usual choice.
+"""
+SHARE_OPTIONS = {"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"}
+_SHARE = re.compile(r"(?:--gpu-memory-utilization|--mem-fraction-static)[= ]([\d.]+)")
+
+
+class Moment(StrEnum):
+    START = "at its start"
+    STEP = "in a step"
+    HANDOVER = "at a handover"
+    END = "at its end"
+
+
+ALWAYS = frozenset(Moment)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuItem:
+    """What one process has on each of its GPUs."""
+
+    who: str
+    what: str
+    num_bytes: int
+    moments: frozenset[Moment] = ALWAYS
+    remedy: str = "choose GPUs with more memory"
+    """What makes it smaller."""
+
+    @property
+    def part(self) -> str:
+        """The kind of its process: all trainer ranks are the trainer, all engines an engine."""
+        return self.who.rstrip("0123456789")
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """One GPU with all that lies on it."""
+
+    host: str
+    device: int
+    items: Sequence[GpuItem]
+
+    @property
+    def name(self) -> str:
+        return f"GPU {self.device} of {self.host}"
+
+    @property
+    def fullest(self) -> Moment:
+        """The moment at which most of it is taken."""
+        return max(Moment, key=self.taken)
+
+    @property
+    def at_fullest(self) -> Sequence[GpuItem]:
+        return [item for item in self.items if self.fullest in item.moments]
+
+    def taken(self, moment: Moment) -> int:
+        return sum(item.num_bytes for item in self.items if moment in item.moments)
+
+
+def gpu_memory(
+    config: Config, gpus: DescribedGpus, laid: Sequence[DeviceAssignment]
+) -> Sequence[GpuMemory]:
+    """The memory of each GPU that a process has, host by host. `laid` has the places of the
+    processes.
+    """
+    items = defaultdict[tuple[str, int], list[GpuItem]](list)
+    for part in laid:
+        own = list(part_items(config, gpus, part.who))
+        for device in part.devices:
+            items[part.host, device] += own
+    order = {part.host: number for number, part in reversed(list(enumerate(laid)))}
+    places = sorted(items, key=lambda place: (order[place[0]], place[1]))
+    return [GpuMemory(host, device, items[host, device]) for host, device in places]
+
+
+def is_server(config: Config) -> bool:
+    """True if the run starts vLLM or SGLang servers."""
+    return config.engine.kind != "embedded" and not config.engine.urls
+
+
+# --- What a process has on a GPU ------------------------------------------------------------------
+
+
+def part_items(config: Config, gpus: DescribedGpus, who: str) -> Iterator[GpuItem]:
+    """What the process of that name has on each of its GPUs."""
+    sizes = model_sizes(config.model)
+    estimate = [item for item in memory_estimate(config, sizes) if item.on_gpu]
+    if who.startswith("trainer"):
+        items = _trainer_items(config, sizes, estimate, who)
+    elif who == "teacher":
+        items = _own_items(who, estimate, "teacher", of=1)
+    elif is_server(config):
+        items = ServerMemory(config, gpus, who).items()
+    else:
+        items = _own_items(who, estimate, "engines", of=num_engines(config.engine))
+    yield GpuItem(who, "CUDA, assumed", CUDA_BYTES)
+    yield from items
+
+
+def _own_items(
+    who: str, estimate: Sequence[MemoryItem], where: str, *, of: int
+) -> Iterator[GpuItem]:
+    """The items of an embedded engine or a teacher: one of so many that the estimate is for."""
+    for item in estimate:
+        if item.where == where:
+            yield GpuItem(who, _short(item.what), item.num_bytes // of, remedy=_lowered(item))
+
+
+def _short(what: str) -> str:
+    """The words of an item without its numbers, which are those of all processes together."""
+    return what.partition(":")[0]
+
+
+def _lowered(item: MemoryItem) -> str:
+    if not item.options:
+        return "choose GPUs with more memory"
+    option = item.options[0]
+    if option in ("model.path", "distillation.teacher"):
+        return "choose a smaller model, or GPUs with more memory"
+    if option in ("engine.count", "engine.servers"):
+        return 'set engine.kind = "vllm" with tensor_parallel in engine.servers, or a smaller model'
+    return f"lower {option}"
+
+
+def _trainer_items(
+    config: Config, sizes: ModelSizes, estimate: Sequence[MemoryItem], who: str
+) -> Iterator[GpuItem]:
+    """The items of a trainer rank. The estimate is for all ranks, which share each of its items."""
+    ranks = config.trainer.ranks
+    weights = sizes.weight_bytes(config.model.dtype)
+    shared = frozenset({Moment.STEP, Moment.HANDOVER, Moment.END})
+    in_step = frozenset({Moment.STEP})
+    more_ranks = f"raise trainer.ranks ({ranks})"
+    for item in estimate:
+        if item.where != "trainer":
+            continue
+        words = item.what
+        remedy = more_ranks
+        moments = shared
+        if words.startswith("activations"):
+            words = f"activations of {_micro_batch(words)}"
+            remedy = (
+                f"lower trainer.micro_batch_tokens ({config.trainer.micro_batch_tokens}), or set "
+                "trainer.activation_checkpointing"
+            )
+            moments = in_step
+        elif words.startswith("the table and two layers"):
+            words = "the table and two layers, gathered"
+            remedy = "choose GPUs with more memory"
+            moments = in_step
+        yield GpuItem(who, words, item.num_bytes // ranks, moments, remedy)
+    first = who == "trainer"
+    if ranks > 1:
+        yield GpuItem(
+            who,
+            "the whole model, before ranks share it",
+            _num_models(config) * weights,
+            frozenset({Moment.START}),
+            "choose GPUs with more memory: each rank loads all of it",
+        )
+    if first and ranks > 1 and config.warm_start.is_made:
+        yield GpuItem(
+            who,
+            "gradients and moments of the warm start, which one rank makes",
+            3 * weights,
+            frozenset({Moment.START}),
+            "remove [warm_start], and start from a model that has learnt it",
+        )
+    if first:
+        yield from _whole_version(config, sizes)
+
+
+def _whole_version(config: Config, sizes: ModelSizes) -> Iterator[GpuItem]:
+    """What the first rank puts together on its GPU: the model at the end of the run, to export it,
+    and each version, unless ranks give their own parts away.
+    """
+    ranks = config.trainer.ranks
+    gives_parts = config.weights.transport == "pull" and not config.weights.delta
+    if ranks > 1:
+        moments = {Moment.END} if gives_parts else {Moment.END, Moment.HANDOVER}
+        yield GpuItem(
+            "trainer",
+            "the whole model, put together",
+            trained_parameters(config, sizes) * element_bytes(config.model.dtype),
+            frozenset(moments),
+            f"raise trainer.ranks ({ranks}), or choose GPUs with more memory: the first rank puts "
+            "the model together to export it",
+        )
+    if served_dtype(config) != config.model.dtype and not gives_parts:
+        yield GpuItem(
+            "trainer",
+            f"a version in {served_dtype(config)}",
+            handed_bytes(config, sizes),
+            frozenset({Moment.HANDOVER}),
+            'set weights.transport = "pull"',
+        )
+
+
+def _num_models(config: Config) -> int:
+    """The models of a trainer rank: the policy, with the reference and the critic where there are
+    any.
+    """
+    has_reference = config.objective.kl_coefficient > 0
+    has_critic = config.objective.advantage == "gae"
+    return 1 + has_reference + has_critic
+
+
+def _micro_batch(words: str) -> str:
+    """`a micro-batch of 4096 tokens`, of the words for all ranks."""
+    return words.partition(" x ")[2]
+
+
+# --- A server -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLayout:
+    """The sizes over which a server is laid."""
+
+    tensor: int
+    pipeline: int
+    data: int
+
+    @property
+    def num_shares(self) -> int:
+        """The GPUs that share one copy of the weights."""
+        return self.tensor * self.pipeline
+
+    @property
+    def num_processes(self) -> int:
+        return self.num_shares * self.data
+
+
+def server_layout(engine: EngineSection, server: ServerSection | None) -> ServerLayout:
+    """The sizes of a server, from its command line, else from its section."""
+    section = server or ServerSection()
+    size = server_size(engine, server)
+    if size != section.world_size:
+        return ServerLayout(size, 1, 1)
+    return ServerLayout(section.tensor_parallel, section.pipeline_parallel, section.data_parallel)
+
+
+class ServerMemory:
+    """The memory of one vLLM or SGLang server on each of its GPUs: it takes its share of the GPU at
+    its start, and has keys and values in all that weights leave of it.
+    """
+
+    def __init__(self, config: Config, gpus: DescribedGpus, who: str) -> None:
+        sizes = model_sizes(config.model)
+        layout = server_layout(config.engine, server_of(config, who))
+        dtype = served_dtype(config)
+        self._config = config
+        self._who = who
+        self.share = memory_share(config.engine)
+        self._taken = int(self.share * gpus.kind.memory_bytes)
+        self.weights = sizes.weight_bytes(dtype) // layout.num_shares
+        self._adapters = _adapter_bytes(config, sizes)
+        self._work = step_bytes(config, sizes)
+        heads = max(1, sizes.num_kv_heads // layout.tensor)
+        of_token = sizes.kv_bytes_per_token(dtype) * heads // sizes.num_kv_heads
+        self.row = config.model.max_context * of_token // layout.pipeline
+        """The bytes of keys and values of the longest row."""
+
+    @property
+    def keys(self) -> int:
+        """The bytes that are left for keys and values. They are less than 0 if nothing is."""
+        return self._taken - CUDA_BYTES - self.weights - self._adapters - self._work
+
+    def items(self) -> Iterator[GpuItem]:
+        config = self._config
+        wider = wider_server(config, self._who)
+        yield GpuItem(self._who, "weights", self.weights, remedy=wider)
+        if self._adapters:
+            yield GpuItem(
+                self._who, "versions of adapters", self._adapters, remedy="lower lora.rank"
+            )
+        yield GpuItem(
+            self._who,
+            "what a step computes with",
+            self._work,
+            remedy="lower engine.max_batch_tokens",
+        )
+        option = SHARE_OPTIONS[config.engine.kind]
+        yield GpuItem(
+            self._who,
+            f"keys and values, in what is left of its share of {self.share:g}",
+            max(0, self.keys),
+            remedy=f"lower {option} ({self.share:g}) in engine.arguments",
+        )
+
+
+def memory_share(engine: EngineSection) -> float:
+    """The part of each of its GPUs that a server takes."""
+    found = _SHARE.search(" ".join(engine.arguments))
+    return float(found[1]) if found else SHARES[engine.kind]
+
+
+def _adapter_bytes(config: Config, sizes: ModelSizes) -> int:
+    """The bytes of the versions of adapters that a server keeps side by side."""
+    if config.lora.rank is None or config.lora.merged:
+        return 0
+    return (config.rollout.max_staleness + 2) * handed_bytes(config, sizes)
+
+
+def wider_server(config: Config, who: str) -> str:
+    layout = server_layout(config.engine, server_of(config, who))
+    return f"raise tensor_parallel ({layout.tensor}) in engine.servers"
