@@ -81,6 +81,10 @@ FOUND: dict[str, tuple[dict[str, Any], Outcome]] = {
     "no generator takes such a seed": ({"run.seed": 2**64 + 1, "lora.rank": 1}, Outcome.REFUSED),
     "no engine gives a token in no time": ({"gateway.request_seconds": 1e-300}, Outcome.REFUSED),
     "no rollout takes no time": ({"environment.max_rollout_seconds": 1e-300}, Outcome.REFUSED),
+    "tools stand in every prompt, and left no room for an answer": (
+        {"environment.rewards.*.entry": "tests.fuzz.own:score", "environment.tools": ["tests.fuzz.own:double"]},
+        Outcome.REFUSED,
+    ),
     "a host had a NUL": ({"gateway.host": "\0"}, Outcome.REFUSED),
     "a folder had a NUL": ({"run.folder": "run\0"}, Outcome.REFUSED),
     "a dataset without a name stood beside a path": ({"environment.sources.*.dataset": ""}, Outcome.REFUSED),

@@ -50,6 +50,7 @@ PRELOADED = (
     "uvicorn",
 )
 PR_SET_CHILD_SUBREAPER = 36
+ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Forked(subprocess.Popen[bytes]):
@@ -100,9 +101,15 @@ class ForkingPopen(subprocess.Popen[Any]):
         given = [*pipes[0:1], pipes[3], pipes[5]]  # ours of standard input, output and errors
         sys.stdout.flush()
         sys.stderr.flush()
+        # Until it has let go of the parent's wakeup descriptor, a signal to the child would count as one to the parent.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDS)
         pid = os.fork()
         if pid == 0:
             try:
+                signal.set_wakeup_fd(-1)
+                for number in ENDS:
+                    signal.signal(number, signal.SIG_DFL)
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
                 if new_session:
                     os.setsid()
                 for number, descriptor in enumerate(given):
@@ -113,6 +120,7 @@ class ForkingPopen(subprocess.Popen[Any]):
                 become(words, cwd=cwd, environ=os.environ.copy() if env is None else dict(env), kept=pass_fds)
             finally:
                 os._exit(255)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self.pid, self._child_created = pid, True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 

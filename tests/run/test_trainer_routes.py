@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -439,10 +440,12 @@ def test_a_trainer_takes_packed_or_lists_reports_publishes_and_ends_the_run(tmp_
             }  # fmt: skip
             assert packed.token_ids.tolist() == lists["rows"][0]["token_ids"]
             assert (await at.post("/done", {"lease": 3, "version": 5})).json()["error"]["code"] == "out_of_turn"
-            assert (await at.post("/done", {"lease": 3, "version": 1, "metrics": {"loss": 0.5}})).json() == {"version": 1}
+            said = {"lease": 3, "version": 1, "metrics": {"loss": 0.5, "not finite": None}}
+            assert (await at.post("/done", said)).json() == {"version": 1}
             (step,) = at.service.said
-            assert isinstance(step, Stepped) and (step.num_tokens, step.metrics) == (2, {"loss": 0.5})
-            assert (await at.post("/done", {"lease": 3, "version": 1, "metrics": {"loss": 0.5}})).json() == {"version": 1}
+            assert isinstance(step, Stepped) and step.num_tokens == 2
+            assert step.metrics["loss"] == 0.5 and math.isnan(step.metrics["not finite"]), "JSON has null for it"
+            assert (await at.post("/done", said)).json() == {"version": 1}
             assert (await at.post("/done", {"lease": 3, "version": 1})).status_code == 409
             manifest = {"version": 1, "fingerprint": "f", "transport": "file", "location": str(tmp_path / "config.json"), "tensors": []}
             assert (await at.post("/weights", manifest)).json() == {"version": 1, "served_version": 1}

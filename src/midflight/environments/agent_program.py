@@ -8,7 +8,7 @@ environment is written, and may give it a name for reports.
 """
 
 import inspect
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import Any, TypeVar, cast, overload
@@ -134,8 +134,12 @@ class AgentProgram:
         self._stateful = cast("type", found) if is_stateful(found) else None
         self.is_built_in = found is None or self._stateful is not None
         self.environment: Environment | None = None
+        self.tools: list[Mapping[str, Json]] = []
+        """The schemas of tools that are known before a run."""
         if self.is_built_in:
-            self.rewards = BuiltInLoop(section, stateful=self._stateful).rewards
+            loop = BuiltInLoop(section, stateful=self._stateful)
+            self.rewards = loop.rewards
+            self.tools = loop.known_schemas
         else:
             self.environment = environment_at(found, agent_of(section))
             self.rewards = Rewards(section.rewards, section.sandbox)

@@ -115,6 +115,14 @@ class BuiltInLoop:
         None when they have ended.
         """
 
+    @property
+    def known_schemas(self) -> list[Mapping[str, Json]]:
+        """The schemas of the tools that every conversation begins with, without those of servers,
+        which are known when the servers run.
+        """
+        of_classes = [tool for each in self._classes.values() for tool in each.tools]
+        return [tool.schema for tool in (*self._functions, *of_classes)]
+
     @staticmethod
     def _check_names(tools: Sequence[CallableTool]) -> None:
         places: dict[str, str] = {}

@@ -7,6 +7,7 @@ it never waits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -109,7 +110,9 @@ class StepBook:
             started=min(ended, started),
             ended=ended,
             num_tokens=num_tokens,
-            metrics=said.metrics,
+            metrics={
+                name: math.nan if value is None else value for name, value in said.metrics.items()
+            },
             skipped=said.skipped,
             alarms=said.alarms,
             digests=said.digests,
@@ -207,8 +210,8 @@ class DoneBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     started: Seconds | None = None
     ended: Seconds | None = None
     num_tokens: Annotated[int, Meta(ge=0, le=2**53)] | None = None
-    metrics: Annotated[dict[str, float], Meta(max_length=1024)] = {}
-    """They are kept in the journal for every step."""
+    metrics: Annotated[dict[str, float | None], Meta(max_length=1024)] = {}
+    """They are kept in the journal for every step. A number that is not finite is null."""
     skipped: bool = False
     """The step left the weights as they were: its groups are dropped and not trained."""
     alarms: Annotated[tuple[Annotated[str, Meta(max_length=1000)], ...], Meta(max_length=16)] = ()

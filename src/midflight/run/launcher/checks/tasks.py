@@ -30,6 +30,7 @@ from midflight.run.launcher.checks.check import (
 from midflight.run.launcher.checks.fit import memory_note, this_hardware
 from midflight.run.launcher.drawing_time import DrawingTime, TakesLonger, with_few
 from midflight.run.launcher.trial import TrialWait, module_answer
+from midflight.text.tokenizer import Message
 from midflight.types import Task
 
 LOOKING_SECONDS = 20.0
@@ -127,7 +128,7 @@ def prompt(plan: Plan) -> Iterator[Finding]:
     source = plan.loaded.sources[0]
     task = source.training[0]
     try:
-        text = tokenizer.render(task.messages, add_generation_prompt=True)
+        text = tokenizer.render(task.messages, tools=_tools(plan), add_generation_prompt=True)
     except MidflightError as error:
         if agent_of(config.environment) != SINGLE_TURN and not config.warm_start.is_made:
             yield _note(f"chats cannot be sent to this model: {error}")
@@ -138,10 +139,17 @@ def prompt(plan: Plan) -> Iterator[Finding]:
         raise ConfigError(
             f"the prompt of task {task.id} of {source.name} has {len(ids)} tokens and "
             f"model.max_context is {config.model.max_context}, which leaves none for an "
-            "answer; raise it, or choose shorter tasks."
+            "answer; raise it, choose shorter tasks, or give fewer tools."
         )
     tokens = tuple((i, tokenizer.backend.id_to_token(i) or "?") for i in ids)
     plan.loaded.prompt = SamplePrompt(source.name, task.id, text, tokens)
+
+
+def _tools(plan: Plan) -> Sequence[Message] | None:
+    """The tools that stand in every prompt, as far as they are known before the run."""
+    program = plan.loaded.program
+    found = [dict(tool) for tool in program.tools] if program is not None else []
+    return found or None
 
 
 def rows(plan: Plan) -> Iterator[Finding]:
@@ -239,12 +247,14 @@ def lengths(plan: Plan) -> Iterator[Finding]:
     if tokenizer is None or plan.loaded.prompt is None:
         return
     most = plan.config.model.max_context
+    tools = _tools(plan)
     for source in plan.loaded.sources:
         tasks = source.training
         step = -(-len(tasks) // MEASURED)
         measured: list[int] = []
         for number in range(0, len(tasks), step):
-            text = tokenizer.render(tasks[number].messages, add_generation_prompt=True)
+            messages = tasks[number].messages
+            text = tokenizer.render(messages, tools=tools, add_generation_prompt=True)
             measured.append(len(tokenizer.encode(text)))
         too_long = sum(length >= most for length in measured)
         if too_long:
