@@ -37,7 +37,7 @@ class TrainerSection(Section):
     """Mini-batch updates in a step; above 1 the proximal policy is computed at the step's start. It
     is for recipes of PPO.
     """
-    epochs_per_step: Positive = 1
+    epochs_per_step: Annotated[int, Field(ge=1, le=1000)] = 1
     """How often a step trains on its batch (µ of GRPO, PPO's epochs), each time with
     `updates_per_step` updates; larger learns more from a batch, and goes further from the policy
     that sampled it. It is for recipes of PPO too.

@@ -62,6 +62,7 @@ class LossTokens:
         """The tokens of each update of the step, whole groups together, as ascending indices; fewer
         than `count` if groups are few.
         """
+        count = min(count, int(self.group.max(initial=0)) + 1)  # each group alone at most
         parts = (np.flatnonzero(self.group % count == i) for i in range(count))
         return [part for part in parts if len(part)]
 
