@@ -86,7 +86,7 @@ FOUND: dict[str, tuple[dict[str, Any], Outcome]] = {
         Outcome.REFUSED,
     ),
     "a step trained on its batch two billion times": ({"trainer.epochs_per_step": 2**31}, Outcome.REFUSED),
-    "a step looked for two billion mini-batches one by one": ({"trainer.updates_per_step": 2**31}, Outcome.STEPPED),
+    "a step looked for two billion mini-batches one by one": ({"trainer.updates_per_step": 2**31}, Outcome.REFUSED),
     "a host had a NUL": ({"gateway.host": "\0"}, Outcome.REFUSED),
     "a folder had a NUL": ({"run.folder": "run\0"}, Outcome.REFUSED),
     "a dataset without a name stood beside a path": ({"environment.sources.*.dataset": ""}, Outcome.REFUSED),
