@@ -50,10 +50,10 @@ test: $(VENV)/.dev
 # Whole runs and servers in processes of their own: killed, stopped, starved of disk, resumed.
 test-real: $(VENV)/.dev
 	$(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=120' $(PARALLEL) tests/real
-	MIDFLIGHT_FUZZ_CASES=2000 $(BIN)/python -m pytest -q --strict-markers tests/fuzz
 
-# Drawn configurations as real processes: what the dry run accepts makes a step. MIDFLIGHT_OPTION_SEED draws others.
+# Drawn configurations, 2,000 in one process and 50 as real processes: what the dry run accepts makes a step. MIDFLIGHT_OPTION_SEED draws others.
 test-options: $(VENV)/.dev
+	MIDFLIGHT_FUZZ_CASES=2000 $(BIN)/python -m pytest -q --strict-markers tests/fuzz
 	MIDFLIGHT_OPTION_CASES=50 MIDFLIGHT_OPTION_SEED=$${MIDFLIGHT_OPTION_SEED:-$$(date +%Y%m%d)} \
 	    $(BIN)/python -m pytest -o addopts='-q --strict-markers' tests/real/test_options.py
 
