@@ -78,6 +78,7 @@ def replay_step(
     stored = past_config(folder / "config.toml")
     section = stored.trainer.model_copy(update={"device": device})
     config = stored.model_copy(update={"trainer": section})
+    torch.set_num_threads(config.trainer.threads)  # another number adds in another order
     if config.distillation.teacher is not None:
         raise ConfigError(
             f"{folder} was trained with a teacher, whose log-probabilities are not stored, so that "

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from transformers.utils.logging import disable_progress_bar
 
 from midflight.config.dump import as_toml
@@ -39,6 +40,7 @@ def train_on_rollouts(
         raise NoRun(f"{source} has no step with tokens to train on; give a run that has trained.")
     _check(config, recorded, source)
     begins_with = config.model.path or source / "start"
+    torch.set_num_threads(config.trainer.threads)
     model = load_model(begins_with, dtype=config.model.dtype, device=config.trainer.device)
     layout, _ = proven_layout(model, max_context=recorded.model.max_context)
     trainer = trainer_of(config, model, layout=layout)
