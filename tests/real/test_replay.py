@@ -41,7 +41,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("replay")
     (found / "run.toml").write_text(CONFIG)
     (found / "graded.py").write_text(GRADED)
-    command = Command("train", "run.toml", "--folder", "run", *(x for option in OPTIONS for x in ("--set", option)), folder=found)
+    options = [x for option in OPTIONS for x in ("--set", option)]
+    # not forked: a forked trainer has the threads of what it was forked from, and other last bits
+    command = Command("train", "run.toml", "--folder", "run", *options, folder=found, forked=False)
     assert command.wait(120) == 0, command.said
     assert steps(found / "run")[-1]["digests"]["chain"] in command.said, "the last digest is printed"
     return found
@@ -53,7 +55,7 @@ def midflight(place: Path) -> Iterator[Callable[..., tuple[int, str]]]:
     begun: list[Command] = []
 
     def run(*arguments: object) -> tuple[int, str]:
-        begun.append(Command(*arguments, folder=place))
+        begun.append(Command(*arguments, folder=place, forked=arguments[0] != "replay"))
         return begun[-1].wait(120), begun[-1].said
 
     yield run
