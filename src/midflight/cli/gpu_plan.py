@@ -156,7 +156,7 @@ def _start(name: str, devices: Sequence[int]) -> str:
 
 
 def _line(config: Config, name: str) -> str:
-    """What a shell would start the server with, without the devices that it sees."""
+    """The command that starts the server, without the variable that names its devices."""
     own = config_in_place(config, name)
     command = server_command(
         own.engine, _served(config), python=engine_python(config.engine), port=PORT, inherited={}

@@ -49,14 +49,14 @@ ALWAYS = frozenset(Moment)
 
 @dataclass(frozen=True, slots=True)
 class GpuItem:
-    """What one process has on each of its GPUs."""
+    """One thing that a process keeps on each of its GPUs."""
 
     who: str
     what: str
     num_bytes: int
     moments: frozenset[Moment] = ALWAYS
     remedy: str = "choose GPUs with more memory"
-    """What makes it smaller."""
+    """Advice to the user who needs it to be smaller."""
 
     @property
     def part(self) -> str:
@@ -114,7 +114,7 @@ def is_server(config: Config) -> bool:
 
 
 def part_items(config: Config, gpus: DescribedGpus, who: str) -> Iterator[GpuItem]:
-    """What the process of that name has on each of its GPUs."""
+    """The things that the process of that name keeps on each of its GPUs."""
     sizes = model_sizes(config.model)
     estimate = [item for item in memory_estimate(config, sizes) if item.on_gpu]
     if who.startswith("trainer"):

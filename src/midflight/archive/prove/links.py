@@ -17,7 +17,7 @@ STEP_EVENTS = ("leased", "taken_back", "went_back")
 
 @dataclass(slots=True)
 class Chain:
-    """What the chain of a store says."""
+    """The links and heads that the chain of a store gives."""
 
     heads: list[bytes] = field(default_factory=list[bytes])
     """The head after each link."""

@@ -35,7 +35,7 @@ class RunProof:
     mistakes: list[str] = field(default_factory=list[str])
     """One sentence for each thing that does not fit, the first one first."""
     notes: list[str] = field(default_factory=list[str])
-    """What could not be proven, and why."""
+    """One sentence for each thing that could not be proven; it says why."""
     num_rollouts: int = 0
     num_older: int = 0
     """Rollouts of an older Midflight, without digests."""

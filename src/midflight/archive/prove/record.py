@@ -37,7 +37,7 @@ _MISSING: Mapping[str, Any] = {
     "role": "",
     "records": (),
 }
-"""What a row of an older store lacks."""
+"""The values that stand for the columns that an older store lacks."""
 
 
 @dataclass(frozen=True, slots=True)

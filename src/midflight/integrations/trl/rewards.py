@@ -120,9 +120,8 @@ def get_cosine_scaled_reward(
             if accuracy is None:
                 found.append(None)
                 continue
-            short, long = (max_value_correct, min_value_correct)
-            if not accuracy:
-                short, long = (min_value_wrong, max_value_wrong)
+            short = max_value_correct if accuracy else min_value_wrong
+            long = min_value_correct if accuracy else max_value_wrong
             share = (1 + math.cos(math.pi * min(1.0, len(ids) / max_len))) / 2
             found.append(long + (short - long) * share)
         return found
