@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tests.cli.test_one_list import quick, refused_by_all, said  # noqa: F401 (quick is a fixture)
 
+from midflight.adapters import harbor
 from midflight.cli import main
 from midflight.environments.sandboxes import choice
 
@@ -63,8 +64,12 @@ def test_without_bubblewrap_nothing_is_touched(options: list[str], capsys: pytes
     assert not Path("run").exists()
 
 
-@pytest.mark.usefixtures("without")
-def test_tasks_of_harbor_are_refused_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tasks_of_harbor_are_refused_too_after_others_had_their_sandbox(
+    capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    if shutil.which("bwrap"):
+        harbor._sandbox("{}")
+    request.getfixturevalue("without")
     task = Path("tasks/answer")
     for name in ("environment", "tests"):
         (task / name).mkdir(parents=True)

@@ -132,7 +132,7 @@ def tasks(
         key = str(folder)
         rows.append({"question": question, "key": key, NAME: {**told, "folder": key}})
     if kind == "bubblewrap":
-        _sandbox(json.dumps(sandbox or {}))  # else each rollout would find that it cannot isolate
+        _made(sandbox or {})  # else each rollout would find that it cannot isolate
     return rows
 
 
@@ -211,10 +211,15 @@ async def _scored(said: str, found: HarborTask, box: Box) -> Result:
 
 @lru_cache(maxsize=64)
 def _sandbox(options: str) -> Any:
-    """The sandbox of these options, shared by all rollouts that want the same. Raises `ConfigError`
-    for a sandbox without boxes.
+    """The sandbox of these options, as JSON, shared by all rollouts that want the same."""
+    return _made(json.loads(options))
+
+
+def _made(options: dict[str, Json]) -> Any:
+    """A sandbox of these options. Raises `ConfigError` for one without boxes, or if this machine
+    cannot isolate.
     """
-    made = sandbox(**json.loads(options))
+    made = sandbox(**options)
     if not hasattr(made, "opened"):
         raise ConfigError(
             "tasks of Harbor need a sandbox with boxes: bubblewrap, docker, e2b, daytona or modal; "
