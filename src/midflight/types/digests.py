@@ -44,11 +44,13 @@ def real(*numbers: float | None) -> bytes:
     """Floating-point numbers as the digests take them, each with a byte that says whether it is
     there.
     """
-    return b"".join(
-        # a store gives 0.0 back for -0.0
-        b"\0" if number is None else b"\1" + struct.pack("<d", number + 0.0)
-        for number in numbers
-    )
+    return b"".join([_real(number) for number in numbers])
+
+
+def _real(number: float | None) -> bytes:
+    if number is None:
+        return b"\0"
+    return b"\1" + struct.pack("<d", number + 0.0)  # a store gives 0.0 back for -0.0
 
 
 def table(values: Mapping[str, float]) -> bytes:

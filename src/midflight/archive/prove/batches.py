@@ -195,7 +195,7 @@ def batch_digest(groups: Sequence[Sequence[BatchMember]], made: int) -> bytes:
         np.array([member.reward for member in members], "<f4").tobytes(),
         _numbers([place for place, group in enumerate(groups) for _ in group]),
         np.array([member.truncated for member in members], "?").tobytes(),
-        _numbers([NO_ROOM if member.room is None else member.room for member in members]),
+        _numbers([_room(member) for member in members]),
         *_turn_rewards(members, rows),
         _components(members, components),
         *_kept(rows),
@@ -203,6 +203,10 @@ def batch_digest(groups: Sequence[Sequence[BatchMember]], made: int) -> bytes:
         *(name.encode() for name in components),
     ]
     return digest_of(parts)
+
+
+def _room(member: BatchMember) -> int:
+    return NO_ROOM if member.room is None else member.room
 
 
 def _joined(rows: Sequence[Mapping[str, NDArray[Any]]], name: str) -> bytes:
@@ -239,8 +243,12 @@ def _or_zeros(row: Mapping[str, NDArray[Any]], name: str) -> bytes:
 
 
 def _components(members: Sequence[BatchMember], names: Sequence[str]) -> bytes:
-    table = [[member.components.get(name, np.nan) for name in names] for member in members]
-    return np.array(table, "<f4").tobytes() if names else b""
+    if not names:
+        return b""
+    table: list[list[float]] = []
+    for member in members:
+        table.append([member.components.get(name, np.nan) for name in names])
+    return np.array(table, "<f4").tobytes()
 
 
 def _kept(rows: Sequence[Mapping[str, NDArray[Any]]]) -> tuple[bytes, bytes]:

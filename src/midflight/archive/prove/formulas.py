@@ -133,10 +133,15 @@ def link(head: bytes, digest: bytes) -> bytes:
     return digest_of([b"seal", head, digest])
 
 
+def _finite(value: float | None) -> float | None:
+    """A journal has no other numbers: JSON writes `null` for them."""
+    return value if value is not None and math.isfinite(value) else None
+
+
 def step(before: bytes, version: int, said: Mapping[str, Any], loss: Sequence[Any]) -> bytes:
     """The digest of a step's line. `loss` holds the loss and the norm of the gradient."""
     seals = [digest_of([integers(number), bytes.fromhex(head)]) for number, head in said["seals"]]
-    known = [value if value is not None and math.isfinite(value) else None for value in loss]
+    known = [_finite(value) for value in loss]
     return digest_of(
         [
             b"step",

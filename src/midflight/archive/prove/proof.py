@@ -80,7 +80,7 @@ def prove(folder: Path, *, digest: str | None = None) -> RunProof:
         holder = holder_of(folder)
         if holder is not None and holder.lives:  # a step may have ended since the journal was read
             newest = every[-1].version if every else 0
-            groups = [{v: keys for v, keys in found.items() if v <= newest} for found in groups]
+            groups = [_until(newest, found) for found in groups]
         proof.mistakes += check_steps(lines, stores, chains, groups, rules)
     proof.num_steps = len(lines)
     proof.digest = lines[-1].digests.chain if lines and lines[-1].digests else ""
@@ -260,6 +260,11 @@ def _by_version(store: StoreRecord) -> dict[int, list[Key]]:
         if group.made is not None:
             found[group.made].append(group.key)
     return dict(found)
+
+
+def _until(newest: int, found: dict[int, list[Key]]) -> dict[int, list[Key]]:
+    """Those of versions up to the newest."""
+    return {version: keys for version, keys in found.items() if version <= newest}
 
 
 def _rules(folder: Path) -> Rules:

@@ -110,9 +110,7 @@ class StepBook:
             started=min(ended, started),
             ended=ended,
             num_tokens=num_tokens,
-            metrics={
-                name: math.nan if value is None else value for name, value in said.metrics.items()
-            },
+            metrics={name: _number(value) for name, value in said.metrics.items()},
             skipped=said.skipped,
             alarms=said.alarms,
             digests=said.digests,
@@ -220,3 +218,8 @@ class DoneBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """They are kept in the journal (`midflight ledger --prove`)."""
     now: Seconds | None = None
     """The time at which the report is sent."""
+
+
+def _number(value: float | None) -> float:
+    """JSON has no number that is not finite: such a metric came as null."""
+    return math.nan if value is None else value

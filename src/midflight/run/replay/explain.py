@@ -76,7 +76,11 @@ def _in_the_loss(replayed: ReplayedStep, number: int) -> Iterator[tuple[str, str
     yield "weight of the correction", f"{weight:.6f}"
     names = [name for name, gone in zip(replayed.watch.record.masks, masked, strict=True) if gone]
     yield "taken out by", ", ".join(names) or "nothing"
-    clipped = "below" if below else "above" if above else "no"
+    clipped = "no"
+    if above:
+        clipped = "above"
+    if below:
+        clipped = "below"
     yield "clipped", clipped
     yield "advantage", f"{float(tokens.advantage[number]):.6f}"
     yield (
