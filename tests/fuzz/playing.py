@@ -52,6 +52,7 @@ VIRTUAL_SECONDS = 100_000.0
 TRAINED = {"trainer", "objective", "correction", "critic", "lora", "model", "distillation"}
 """Sections that the real trainer reads. Without an option of theirs a simulated one makes the step."""
 MOST_ROLLOUTS = 32
+MOST_EPOCHS = 4
 
 
 class Outcome(StrEnum):
@@ -186,6 +187,7 @@ def is_vast(config: Config) -> bool:
         rollout.groups_per_step * rollout.group_size > MOST_ROLLOUTS
         or num_engines(config.engine) > 4
         or num_asked > 8
+        or config.trainer.epochs_per_step > MOST_EPOCHS
         or sizes.hidden_size > 64
         or sizes.intermediate_size > 256
         or sizes.num_layers > 4
