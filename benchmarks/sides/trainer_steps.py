@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,42 @@ from midflight.types import PackedBatch
 from midflight.types.digests import StepChain
 
 
+@dataclass(frozen=True)
+class Laid:
+    """How a tensor lies in memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, given: object) -> object:
+        """Anything but a tensor stands for itself."""
+        if isinstance(given, torch.Tensor):
+            return cls(tuple(given.shape), given.stride())
+        return given
+
+    def made(self) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.stride).normal_()
+
+
+@dataclass(frozen=True)
+class Product:
+    """One matrix product, without its numbers."""
+
+    func: Any
+    arguments: tuple[object, ...]
+
+    def made(self) -> Callable[[], object]:
+        """The same product of random numbers, to be done again."""
+        arguments: list[object] = []
+        for each in self.arguments:
+            arguments.append(each.made() if isinstance(each, Laid) else each)
+        return partial(self.func, *arguments)
+
+
 class Products(TorchDispatchMode):
-    """The matrix products of what runs meanwhile, to do them again alone: the floor of its time.
-    Those inside attention are told apart.
+    """Counts the matrix products of what runs meanwhile, to do them again alone: the floor of its
+    time. Those inside attention are told apart.
     """
 
     KINDS = frozenset(
@@ -46,51 +80,45 @@ class Products(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear: list[Callable[[], object]] = []
-        self.attention: list[Callable[[], object]] = []
-        self._made: dict[tuple[int, torch.Size, tuple[int, ...]], torch.Tensor] = {}
+        self.linear: Counter[Product] = Counter()
+        self.attention: Counter[Product] = Counter()
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func in self.KINDS:
-            again = [self._like(at, given) for at, given in enumerate(args)]
-            self.linear.append(partial(func, *again))
+            self.linear[Product(func, tuple(Laid.of(given) for given in args))] += 1
         elif func.overloadpacket is self.ATTENTION:
-            self.attention += self._of_attention(*args[:3])
+            self.attention.update(_inside_attention(args[0], args[1]))
         elif func.overloadpacket is self.ATTENTION_BACKWARD:
-            self.attention += self._of_attention(*args[1:4], backward=True)
+            self.attention.update(_inside_attention(args[1], args[2], backward=True))
         return func(*args, **(kwargs or {}))
 
-    def _of_attention(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, backward: bool = False
-    ) -> list[Callable[[], object]]:
-        """Q K^T and P V; of the backward Q K^T again, dO V^T, and the products with P and dS that
-        give dV, dQ and dK. Whole, not the causal half.
-        """
-        groups = query.shape[1] // key.shape[1]
-        q = query.flatten(0, 1)
-        k = key.repeat_interleave(groups, 1).flatten(0, 1)
-        v = value.repeat_interleave(groups, 1).flatten(0, 1)
-        p = torch.randn(*q.shape[:2], k.shape[1])
-        if not backward:
-            return [partial(torch.bmm, q, k.mT), partial(torch.bmm, p, v)]
-        return [
-            partial(torch.bmm, q, k.mT),
-            partial(torch.bmm, q, v.mT),
-            partial(torch.bmm, p.mT, q),
-            partial(torch.bmm, p, k),
-            partial(torch.bmm, p.mT, q),
-        ]
 
-    def _like(self, at: int, given: Any) -> Any:
-        """A tensor that lies as this one does, and the same for all that do."""
-        if not isinstance(given, torch.Tensor):
-            return given
-        key = at, given.shape, given.stride()
-        if key not in self._made:
-            self._made[key] = torch.empty_strided(given.shape, given.stride()).normal_()
-        return self._made[key]
+def _inside_attention(
+    query: torch.Tensor, key: torch.Tensor, *, backward: bool = False
+) -> list[Product]:
+    """Q K^T and P V; of the backward Q K^T again, dO V^T, and the products with P and dS that give
+    dV, dQ and dK. Whole, not the causal half.
+    """
+    rows, heads, queries, size = query.shape
+    keys = key.shape[2]
+    num = rows * heads
+    q = Laid((num, queries, size), (queries * size, size, 1))
+    k = Laid((num, keys, size), (keys * size, size, 1))
+    k_turned = Laid((num, size, keys), (keys * size, 1, size))
+    p = Laid((num, queries, keys), (queries * keys, keys, 1))
+    p_turned = Laid((num, keys, queries), (queries * keys, 1, keys))
+    bmm = torch.bmm
+    if not backward:
+        return [Product(bmm, (q, k_turned)), Product(bmm, (p, k))]
+    return [
+        Product(bmm, (q, k_turned)),
+        Product(bmm, (q, k_turned)),
+        Product(bmm, (p_turned, q)),
+        Product(bmm, (p, k)),
+        Product(bmm, (p_turned, q)),
+    ]
 
 
 def main(folder: Path, out: Path, steps: int, options: list[str]) -> None:
@@ -120,21 +148,31 @@ def main(folder: Path, out: Path, steps: int, options: list[str]) -> None:
     digests = partial(StepChain().stepped, 1, batch, weights="", skipped=False, metrics={})
     meter.write(
         out,
-        digests=_cpu_of_all([digests], times=steps),
+        digests=_cpu_of(digests, times=steps),
         peak_mib=peak,
         loaded_mib=loaded,
         tokens=tokens,
-        floor=_cpu_of_all(products.linear, times=steps),
-        attention=_cpu_of_all(products.attention, times=steps),
+        floor=_cpu_of_products(products.linear, times=steps),
+        attention=_cpu_of_products(products.attention, times=steps),
     )
 
 
-def _cpu_of_all(deeds: list[Callable[[], object]], *, times: int) -> list[float]:
+def _cpu_of_products(products: Counter[Product], *, times: int) -> list[float]:
+    """CPU seconds of all of them, each kind done once for each of the times."""
+    totals = [0.0] * times
+    for product, count in products.items():
+        again = product.made()
+        again()
+        for number, seconds in enumerate(_cpu_of(again, times=times)):
+            totals[number] += count * seconds
+    return totals
+
+
+def _cpu_of(deed: Callable[[], object], *, times: int) -> list[float]:
     meter = Meter()
     for _ in range(times):
         meter.begin()
-        for deed in deeds:
-            deed()
+        deed()
         meter.end()
     return meter.cpu
 
