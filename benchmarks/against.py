@@ -3,12 +3,15 @@ run.
 
     git worktree add ../before COMMIT
     python benchmarks/against.py ../before [--rounds 5] \\
-        [--benchmarks engine training handover overlap gateway]
+        [--benchmarks engine training handover overlap gateway] [--streams 16]
 
 Every round runs the benchmarks of both checkouts, each with its own sources and its own scripts, in
 turn. A ratio below 1 means that this checkout is cheaper; of rates, of which more is better, the
 inverse is compared. Medians of the rounds, with the lowest and the highest ratio of a round: on
 shared cores one round says little. The mean of their ratios has its 95 % interval.
+
+What decodes beside a handover costs more than the handover, and another amount in each round: with
+`--streams 0` nothing does.
 """
 
 from __future__ import annotations
@@ -47,6 +50,8 @@ class Checkout:
     folder: Path
     """Its benchmarks write there."""
     smoke: Sequence[str] = ()
+    streams: int = 16
+    """Answers that are decoded beside a handover."""
 
     def run(self, script: str, *arguments: object, by: Sequence[str] = ()) -> str:
         """What the script prints. `by` stands between the interpreter and the script."""
@@ -102,7 +107,8 @@ def handover(checkout: Checkout) -> Costs:
     # 100 million weights: the kernel counts in ticks of 10 ms, and a small version takes four
     size = ("--hidden-size", 1024, "--layers", 8)
     words = ("--engines", "embedded", "--transports", "shared_memory", "--rounds", 5)
-    checkout.run("handover.py", *words, *size, "--json", out)
+    streams = () if checkout.smoke else ("--in-flight", checkout.streams)
+    checkout.run("handover.py", *words, *size, *streams, "--json", out)
     found: Any = json.loads(out.read_text())
     samples: Any = found if isinstance(found, list) else found["samples"]
     # the kernel counts in ticks, of which the smallest handover takes none
@@ -148,11 +154,12 @@ def main() -> None:
     )
     arguments.option("--benchmarks", [*MEASURES], smoke=["engine", "handover"], choices=[*MEASURES])
     arguments.option("--folder", Path("runs/against"))
+    arguments.option("--streams", 16, help="answers that are decoded beside a handover")
     options = arguments.parse()
     smoke = ("--smoke",) if options.smoke else ()
     folder = options.folder.resolve()
-    before = Checkout(options.other.resolve(), folder / "before", smoke)
-    now = Checkout(BENCHMARKS.parent, folder / "now", smoke)
+    before = Checkout(options.other.resolve(), folder / "before", smoke, options.streams)
+    now = Checkout(BENCHMARKS.parent, folder / "now", smoke, options.streams)
     report = Report(options)
     table = report.table("what", "before", "now", "now / before", "of a round", "mean")
     for name in options.benchmarks:

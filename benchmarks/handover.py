@@ -140,7 +140,7 @@ async def measured(kind: str, options: argparse.Namespace, folder: Path) -> list
             kind,
             size,
             folder,
-            max_running=options.in_flight,
+            max_running=max(1, options.in_flight),
             straight="direct" in options.transports,
         )
         side = await stack.enter_async_context(made)

@@ -234,16 +234,18 @@ class Streams:
             await self._moved.wait()
 
     def normal_gap(self, without: Window) -> float:
-        """Median of the gaps that do not touch the window."""
+        """Median of the gaps that do not touch the window; 0 where nothing streams."""
         found: list[float] = []
         for gaps in self._gaps():
             for began, ended in gaps:
                 if ended < without[0] or began > without[1]:
                     found.append(ended - began)
-        return statistics.median(found)
+        return statistics.median(found) if found else 0.0
 
     def largest_gap(self, window: Window) -> float:
-        """Finds each stream's largest gap that touches the window, and returns their median."""
+        """Finds each stream's largest gap that touches the window, and returns their median; 0
+        where nothing streams.
+        """
         largest: list[float] = []
         for gaps in self._gaps():
             touching: list[float] = []
@@ -252,7 +254,7 @@ class Streams:
                     touching.append(ended - began)
             if touching:
                 largest.append(max(touching))
-        return statistics.median(largest)
+        return statistics.median(largest) if largest else 0.0
 
     def _counts(self) -> list[int]:
         return [sum(map(len, answers)) for answers in self._answers]
