@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from midflight.config.environment import EnvironmentSection
 from midflight.environments import single_turn
-from midflight.environments.agent_program import environment, environment_name, load_environment
+from midflight.environments.agent_program import AgentProgram, environment, environment_name, load_environment
 from midflight.errors import ConfigError
 
 from .fakes import FakeClient, task
@@ -102,3 +103,49 @@ def test_the_decorator_checks_at_once_and_keeps_the_function():
         @environment
         def several(task, client):
             yield 1.0
+
+
+RETURNING = """
+from __future__ import annotations
+from typing import Optional
+
+async def a_float(task, client) -> float: return 1.0
+def perhaps(task, client) -> float | None: return 1.0
+async def optional(task, client) -> Optional[int]: return 1
+class Called:
+    async def __call__(self, task, client) -> float: return 1.0
+
+async def unsaid(task, client): return 1.0
+async def a_list(task, client) -> list[float]: return [1.0]
+async def or_more(task, client) -> float | dict: return 1.0
+async def unknown(task, client) -> Nowhere: return 1.0
+"""
+NUMBERS = ("a_float", "perhaps", "optional", "Called")
+OTHERS = ("unsaid", "a_list", "or_more", "unknown")
+
+
+@pytest.fixture
+def returning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "returning.py").write_text(RETURNING)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "returning", raising=False)
+
+
+def program_scored_by(reward: str, name: str) -> AgentProgram:
+    rewards = [{"entry": f"tests.environments.some_tools:{reward}"}]
+    return AgentProgram(EnvironmentSection.model_validate({"entry": f"returning:{name}", "rewards": rewards}))
+
+
+@pytest.mark.usefixtures("returning")
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_reward_that_asks_for_the_conversation_of_an_agent_that_returns_a_number_is_refused(name: str):
+    found = program_scored_by("correct", name)
+    with pytest.raises(ConfigError, match=f"asks for 'completion', and returning:{name} says that it returns a number"):
+        found.check_columns([task()])
+
+
+@pytest.mark.usefixtures("returning")
+@pytest.mark.parametrize("name", OTHERS)
+def test_an_agent_that_may_return_more_than_a_number_is_not(name: str):
+    program_scored_by("correct", name).check_columns([task()])

@@ -21,7 +21,7 @@ from .playing import Outcome, answering, checks_here, play, tidy, write_files
 
 pytestmark = pytest.mark.timeout(1800)
 NUM_CASES = int(os.environ.get("MIDFLIGHT_FUZZ_CASES", "300"))
-"""`make test-real` plays two thousand, which takes a minute and a half of processor time."""
+"""`make test-options` plays two thousand, which takes about three minutes of processor time."""
 LEAST_STEPS = 0.2
 """The share of cases that are played to their steps. The others are refused, or too large to play."""
 
@@ -87,6 +87,10 @@ FOUND: dict[str, tuple[dict[str, Any], Outcome]] = {
     ),
     "a step trained on its batch two billion times": ({"trainer.epochs_per_step": 2**31}, Outcome.REFUSED),
     "a step looked for two billion mini-batches one by one": ({"trainer.updates_per_step": 2**31}, Outcome.REFUSED),
+    "an agent that returns a number gave no conversation to a reward": (
+        {"environment.entry": "tests.fuzz.own:solve", "environment.rewards.*.entry": "tests.fuzz.own:score"},
+        Outcome.REFUSED,
+    ),
     "a host had a NUL": ({"gateway.host": "\0"}, Outcome.REFUSED),
     "a folder had a NUL": ({"run.folder": "run\0"}, Outcome.REFUSED),
     "a dataset without a name stood beside a path": ({"environment.sources.*.dataset": ""}, Outcome.REFUSED),

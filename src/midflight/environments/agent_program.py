@@ -11,7 +11,8 @@ import inspect
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
-from typing import Any, TypeVar, cast, overload
+from types import UnionType
+from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints, overload
 
 from midflight.config.agent import agent_of, is_built_in
 from midflight.config.environment import EnvironmentSection
@@ -150,11 +151,20 @@ class AgentProgram:
         return self.environment is None or is_async(self.environment)
 
     def check_columns(self, tasks: Sequence[Task]) -> None:
-        """Raises `ConfigError` for a reward that asks for a column that no source has. The names in
-        an environment's `fields` are known only in a rollout.
+        """Raises `ConfigError` for a reward that asks for a column that no source has, or for the
+        conversation of an environment that returns a number alone. The names in an environment's
+        `fields` are known only in a rollout.
         """
-        if self.is_built_in:
+        if self.environment is None:
             self.rewards.check_columns(tasks)
+            return
+        asked = conversation_asked(self.rewards)
+        if asked is not None and returns_a_number(self.environment):
+            raise ConfigError(
+                f"environment.rewards: a reward function asks for {asked!r}, and "
+                f"{agent_of(self._section)} says that it returns a number: let it return "
+                '`Result(..., fields={"messages": [...]})`, or take the reward away.'
+            )
 
     @asynccontextmanager
     async def host(
@@ -217,15 +227,38 @@ class ScoredAgents:
         fields = said.fields
         messages = said.fields.get("messages")
         if not isinstance(messages, list):
-            names = ("messages", "completion", "completions")
-            asked = [name for name in names if self._rewards.asks_for(name)]
-            if asked and asked[0] not in fields:
+            asked = conversation_asked(self._rewards)
+            if asked is not None and asked not in fields:
                 raise TaskFieldMissing(
                     f"scoring task {task.id} of {task.source}: a reward function asks for "
-                    f"{asked[0]!r}, and the environment does not give the "
+                    f"{asked!r}, and the environment does not give the "
                     'conversation; let it return Result(..., fields={"messages": [...]}).'
                 )
             messages = []
         conversation = cast("list[dict[str, Json]]", messages)
         num_prompt = len(task.messages) if conversation else 0
         return Dialogue(task, conversation, num_prompt, fields=fields, metrics=dict(said.metrics))
+
+
+def conversation_asked(rewards: Rewards) -> str | None:
+    """The first name by which a reward function asks for the conversation. None if none does."""
+    for name in ("messages", "completion", "completions"):
+        if rewards.asks_for(name):
+            return name
+    return None
+
+
+def returns_a_number(environment: Environment) -> bool:
+    """True if the environment's annotation says that it returns a number or None, and nothing
+    else. False if it has none, or one that cannot be read.
+    """
+    try:
+        hints = get_type_hints(_call_of(environment))
+    except (NameError, TypeError):
+        return False
+    if "return" not in hints:
+        return False
+    kinds: tuple[object, ...] = (hints["return"],)
+    if get_origin(hints["return"]) in (Union, UnionType):
+        kinds = get_args(hints["return"])
+    return set(kinds) <= {bool, int, float, type(None)}
