@@ -25,10 +25,9 @@ INTRODUCTION = """# Configuration
 
 Made from the sections in `src/midflight/config` by `python -m midflight.config.reference docs/configuration.md`; edit the sentences there.
 
-A run is one TOML file. Every option can be overridden on the command line: `--set rollout.max_staleness=2`, or
-`--set environment.sources.0.size=100` for one of a list. Unknown keys are refused, with the nearest key that exists. An option
-whose default is none is unset by writing `"none"`. `midflight train CONFIG --dry-run` prints what follows from the numbers, and
-[choosing the knobs](knobs.md) says which number to choose.
+A run is one TOML file. Override an option on the command line by `--set rollout.max_staleness=2`, or `--set environment.sources.0.size=100` for
+one of a list. Write `"none"` to unset an option whose default is none. [Choosing the knobs](knobs.md) says which numbers to choose.
+*Seconds* are from 0.001 to 1e+09. No number is above 1e+30.
 """
 TEN = (
     "model.path",
@@ -75,13 +74,16 @@ def reference() -> str:
 
 
 def _first_options(described: Mapping[tuple[str, str], str]) -> str:
-    """The table of the options that everyone sets, by their whole keys."""
-    lines = ["## The ten that everyone sets", "", *HEADER]
+    """The table of the options that everyone sets, by their whole keys. Each has the first sentence
+    of its text; the rest stands once, in the table of its section.
+    """
+    lines = ["## The ten that everyone sets", "", "| option | default | meaning |", "|---|---|---|"]
     known = options()
     for key in TEN:
         table, _, name = key.rpartition(".")
         text = described[section_class(table).__name__, name]
-        lines.append(_row(known[key], text, key.replace(".*", "")))
+        first = text.partition(". ")[0].removesuffix(".")
+        lines.append(_table_row(f"`{key.replace('.*', '')}`", _default(known[key]), f"{first}."))
     return "\n".join([*lines, ""])
 
 
@@ -156,20 +158,21 @@ def section_class(key: str) -> type[Section]:
 
 def _row(option: Option, text: str, name: str) -> str:
     """The row of an option, called `name` there."""
-    cells = (
-        f"`{name}`",
-        _values(option),
-        _default(option),
-        text,
-    )
+    return _table_row(f"`{name}`", _values(option), _default(option), text)
+
+
+def _table_row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _values(option: Option) -> str:
-    """The accepted values, in fewer words than an error has for them."""
+    """The accepted values, in fewer words than an error has for them. What the introduction of the
+    page says of all numbers is left out.
+    """
     text = option.expectation.replace("'", "`").replace(' (or "none")', "")
     text = text.replace("a whole number", "integer").replace("a number", "number")
-    return text.replace(" >= ", " ≥ ").replace(" <= ", " ≤ ").replace("one of ", "")
+    text = text.replace(" >= ", " ≥ ").replace(" <= ", " ≤ ").replace("one of ", "")
+    return text.replace("number ≥ 0.001 and ≤ 1e+09", "seconds").replace(" and ≤ 1e+30", "")
 
 
 def _default(option: Option) -> str:
