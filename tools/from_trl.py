@@ -22,6 +22,7 @@ from typing import Any
 
 from midflight.integrations.trl.arguments import (
     IDLE,
+    MAPPED,
     REFUSED,
     TrainingArguments,
     default_of,
@@ -113,45 +114,53 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[
 # --- The page -------------------------------------------------------------------------------------
 
 
-def table(config: type[TrainingArguments]) -> str:
+def table(config: type[TrainingArguments], other: type[TrainingArguments] | None = None) -> str:
     """The fields of a configuration: those with a counterpart, those that are refused, and those
-    that are accepted and do nothing.
+    that are accepted and do nothing. A field that is just the same in the other configuration is
+    left out.
     """
-    mapped: list[str] = []
-    refused: list[str] = []
-    reasons: list[str] = []
-    idle: list[str] = []
+    cells = _cells(config)
+    known = {} if other is None else _cells(other)
+    own = {name: found for name, found in cells.items() if known.get(name) != found}
+    parts = [
+        ("", ("option", "default", "here"), MAPPED),
+        ("Refused, unless it has its default:", ("option", "default", "remedy"), REFUSED),
+        (
+            "Without effect; where one is set away from its default, a warning says so:",
+            ("option", "why"),
+            IDLE,
+        ),
+    ]
+    lines: list[str] = []
+    for heading, columns, kind in parts:
+        lines += [heading, ""] if heading else []
+        lines += [_joined(columns), "|---" * len(columns) + "|", *_rows(own, kind), ""]
+    return "\n".join(lines).strip()
+
+
+def _cells(config: type[TrainingArguments]) -> dict[str, tuple[str, ...]]:
+    """What becomes of each field, and the cells behind its name."""
+    found: dict[str, tuple[str, ...]] = {}
     for field in sorted(dataclasses.fields(config), key=lambda field: field.name):
         meaning = meaning_of(field)
-        row = f"| `{field.name}` | `{default_of(field)!r}` | {meaning} |"
-        if meaning.kind == REFUSED:
-            refused.append(row)
-        elif meaning.kind != IDLE:
-            mapped.append(row)
-        elif meaning:
-            reasons.append(f"| `{field.name}` | {meaning} |")
+        if meaning.kind == IDLE:
+            found[field.name] = (IDLE, str(meaning) or "they are of other machinery")
         else:
-            idle.append(f"`{field.name}`")
-    return "\n".join(
-        [
-            "| option | default | here |",
-            "|---|---|---|",
-            *mapped,
-            "",
-            "Refused, unless it has its default:",
-            "",
-            "| option | default | remedy |",
-            "|---|---|---|",
-            *refused,
-            "",
-            "Without effect; where one is set away from its default, a warning says so:",
-            "",
-            "| option | why |",
-            "|---|---|",
-            *reasons,
-            f"| {', '.join(idle)} | they are of other machinery |",
-        ]
-    )
+            found[field.name] = (meaning.kind, f"`{default_of(field)!r}`", str(meaning))
+    return found
+
+
+def _rows(cells: Mapping[str, tuple[str, ...]], kind: str) -> list[str]:
+    """The rows of one kind. Fields of which all other cells are the same share a row."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name, (found, *others) in cells.items():
+        if found == kind:
+            names.setdefault(tuple(others), []).append(f"`{name}`")
+    return [_joined((", ".join(fields), *others)) for others, fields in names.items()]
+
+
+def _joined(cells: tuple[str, ...]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def losses() -> str:
@@ -168,7 +177,7 @@ def losses() -> str:
 PARTS = {
     "losses": losses,
     "GRPOConfig": lambda: table(GRPOConfig),
-    "AsyncGRPOConfig": lambda: table(AsyncGRPOConfig),
+    "AsyncGRPOConfig": lambda: table(AsyncGRPOConfig, GRPOConfig),
 }
 
 

@@ -27,7 +27,7 @@ Made from the sections in `src/midflight/config` by `python -m midflight.config.
 
 A run is one TOML file. Override an option on the command line by `--set rollout.max_staleness=2`, or `--set environment.sources.0.size=100` for
 one of a list. Write `"none"` to unset an option whose default is none. [Choosing the knobs](knobs.md) says which numbers to choose.
-*Seconds* are from 0.001 to 1e+09. No number is above 1e+30.
+*Seconds* are from 0.001 to 1e+09; other numbers with a lower bound are at most 1e+30.
 """
 TEN = (
     "model.path",
