@@ -32,8 +32,7 @@ INTRODUCTION = """# Fields of requests
 
 Made from the code by `python tools/fields.py docs/fields.md`; edit the sentences there. [gateway.md](gateway.md) says what all routes have
 in common. A field that is in none of these tables is passed over, and the answer's head names it; one that is close to a sampling parameter is
-refused by its name, and so is a value that the gateway cannot honour. With `gateway.strict` all that is passed over is refused, but for
-what is harmless.
+refused.
 """
 SAMPLING = """
 ## Sampling, in every dialect
@@ -75,16 +74,16 @@ EVERYWHERE = {
 }
 SENTENCES: Mapping[str, Mapping[str, str]] = {
     "/v1/chat/completions": {
-        "messages": "honoured: [roles and parts](gateway.md#chat-completions)",
+        "messages": "[roles and parts](gateway.md#chat-completions)",
         "max_tokens, max_completion_tokens": (
             "one thing under two names; two different values are "
             "refused. Default: all the room there is."
         ),
         "logprobs, top_logprobs": (
-            "honoured, 0 to 20 alternatives; `top_logprobs` without `logprobs` is refused"
+            "0 to 20 alternatives; `top_logprobs` without `logprobs` is refused"
         ),
         "tools": (
-            "honoured: type `function`, 1024 at most, a name of 1 to 64 letters (A-Z, a-z, "
+            "type `function`, 1024 at most, a name of 1 to 64 letters (A-Z, a-z, "
             "0-9, `_`, `-`) that no other has, parameters that are a schema of an object. Calls "
             "of a request with a `strict` tool, or with one required, are sampled [under the "
             "tools' schemas](tools.md#forced-calls). Type `custom` is a function of one text, "
@@ -96,20 +95,16 @@ SENTENCES: Mapping[str, Mapping[str, str]] = {
             "the prompt, and what looks like a call is content."
         ),
         "prompt_logprobs": (
-            "honoured, 0 to 20 alternatives: how likely each token of the prompt "
-            "is, beside the choices. Asks of the engine to score prompts"
+            "0 to 20 alternatives: how likely each token of the prompt is. Asks of "
+            "the engine to score prompts"
         ),
-        "parallel_tool_calls": "honoured: `false` ends the answer with its first call",
+        "parallel_tool_calls": "`false` ends the answer with its first call",
         "chat_template_kwargs": (
-            "honoured: handed to the model's template. Names that the gateway "
+            "handed to the model's template. Names that the gateway "
             "fills in (`messages`, `tools`, `add_generation_prompt`, `bos_token` and the like) are "
             "refused."
         ),
-        "reasoning_effort": (
-            "`none`, `minimal`, `low`, `medium`, `high`, `xhigh` or `max`: handed "
-            "to the model's template under this name; a template that does not read it writes "
-            "what it always writes"
-        ),
+        "reasoning_effort": "handed to the model's template under this name",
         "verbosity, enable_thinking, thinking, reasoning": (
             "as the template's options "
             "`verbosity`, "
@@ -127,23 +122,19 @@ SENTENCES: Mapping[str, Mapping[str, str]] = {
             "`include_usage` and `continuous_usage_stats` are honoured; "
             "`include_obfuscation` is ignored, since frames are not padded"
         ),
-        "return_token_ids": (
-            "honoured: `prompt_token_ids`, `token_ids` and `weight_versions` in the answer"
-        ),
-        "return_tokens_as_token_ids": (
-            "honoured: names in log-probabilities are `token_id:` and the number"
-        ),
+        "return_token_ids": ("`prompt_token_ids`, `token_ids` and `weight_versions` in the answer"),
+        "return_tokens_as_token_ids": ("names in log-probabilities are `token_id:` and the number"),
     },
     "/v1/completions": {
-        "prompt": "honoured: a text, a list of texts, token ids, or a list of lists of token ids",
-        "max_tokens": "honoured, 16 where nobody says; 0 with `echo` or `prompt_logprobs` only",
+        "prompt": "a text, a list of texts, token ids, or a list of lists of token ids",
+        "max_tokens": "16 where nobody says; 0 with `echo` or `prompt_logprobs` only",
         "logprobs": (
-            "honoured, 0 to 20: the four parallel lists. With alternatives, each entry "
+            "0 to 20: the four parallel lists. With alternatives, each entry "
             "holds the sampled token too."
         ),
-        "echo": "honoured: the prompt before the answer, with `logprobs` its tokens too",
+        "echo": "the prompt before the answer, with `logprobs` its tokens too",
         "prompt_logprobs": (
-            "honoured, 0 to 20 alternatives: how likely each token of the prompt "
+            "0 to 20 alternatives: how likely each token of the prompt "
             "is. Asks of the engine to score prompts, as `echo` with `logprobs` does"
         ),
         "best_of": "refused unless it is `n`",
@@ -151,21 +142,20 @@ SENTENCES: Mapping[str, Mapping[str, str]] = {
         "stream, stream_options, return_token_ids, return_tokens_as_token_ids": "as in chats",
     },
     "/generate": {
-        "text, input_ids": "honoured: exactly one of them, one prompt or a list",
-        "sampling_params": "honoured, the same for all prompts; a list is refused",
+        "text, input_ids": "exactly one of them, one prompt or a list",
+        "sampling_params": "the same for all prompts; a list is refused",
         "rid": (
-            "honoured: the name by which the request can be aborted; with several answers, "
+            "the name by which the request can be aborted; with several answers, "
             "each "
             "appends its number. A list is refused."
         ),
-        "return_logprob": "honoured: `output_token_logprobs`",
+        "return_logprob": "`output_token_logprobs`",
         "top_logprobs_num": (
-            "honoured, 0 to 20: `output_top_logprobs`; without `return_logprob` it is refused"
+            "0 to 20: `output_top_logprobs`; without `return_logprob` it is refused"
         ),
         "return_text_in_logprobs": "honoured",
         "skip_special_tokens, no_stop_trim": (
-            "in `sampling_params`, honoured: the text holds "
-            "special tokens, or what ended the answer"
+            "in `sampling_params`: the text holds special tokens, or what ended the answer"
         ),
         "spaces_between_special_tokens, stop_regex": (
             "in `sampling_params`: the first changes nothing, the second must be empty"
@@ -177,14 +167,14 @@ SENTENCES: Mapping[str, Mapping[str, str]] = {
         "stream": "honoured; each frame says all so far",
     },
     "/inference/v1/generate": {
-        "token_ids": "honoured: one prompt",
+        "token_ids": "one prompt",
         "sampling_params": (
-            "honoured, under the names of chats, with `n`, `max_tokens` (default: "
+            "under the names of chats, with `n`, `max_tokens` (default: "
             "all the room there is), `logprobs`, `prompt_logprobs` and `structured_outputs`. What "
             "is about text is ignored"
         ),
-        "request_id": "honoured: the name by which the request can be aborted",
-        "return_token_ids": "honoured: `prompt_token_ids`",
+        "request_id": "the name by which the request can be aborted",
+        "return_token_ids": "`prompt_token_ids`",
         "output_mode": "`tokens` only",
         "stream, stream_options": "as in chats",
     },
@@ -194,14 +184,14 @@ SENTENCES: Mapping[str, Mapping[str, str]] = {
         (
             "seed, stop, stop_token_ids, top_k, min_p, min_tokens, ignore_eos, frequency_penalty, "
             "presence_penalty, repetition_penalty, logit_bias"
-        ): ("extras, [as in chats](gateway.md#sampling-in-every-dialect)"),
+        ): ("[as in chats](gateway.md#sampling-in-every-dialect)"),
         "structured_outputs, guided_json, guided_regex, guided_choice, guided_grammar": (
-            "extras, as in chats; one of them, or `text.format`"
+            "as in chats; one of them, or `text.format`"
         ),
         "return_token_ids": (
-            "extra: the finished response has `prompt_token_ids`, `token_ids` and `weight_versions`"
+            "the finished response has `prompt_token_ids`, `token_ids` and `weight_versions`"
         ),
-        "return_tokens_as_token_ids": "extra, as in chats",
+        "return_tokens_as_token_ids": "as in chats",
         "tools": (
             "types `function` and `custom`, whose calls come back as `custom_tool_call`; "
             "`strict` as in chats. Other types are left out."
@@ -216,16 +206,12 @@ SENTENCES: Mapping[str, Mapping[str, str]] = {
             "tools](gateway.md#chat-completions) it may be calls instead."
         ),
         "text.verbosity": "given to the chat template as `verbosity`",
-        "reasoning.effort": (
-            "given to the chat template as `reasoning_effort`; a template that "
-            "does not know that name ignores it"
-        ),
+        "reasoning.effort": ("given to the chat template as `reasoning_effort`"),
         "reasoning.summary": (
-            "accepted: the reasoning is told in full, as the item's `content`; "
-            "`summary` stays empty"
+            "the reasoning is told in full, as the item's `content`; `summary` stays empty"
         ),
         "chat_template_kwargs, enable_thinking": (
-            "extra: names for the template, such as `enable_thinking`, which may also stand alone"
+            "names for the template, such as `enable_thinking`, which may also stand alone"
         ),
         "include": (
             "`message.output_text.logprobs`, and `reasoning.encrypted_content`, which "
@@ -278,9 +264,7 @@ SENTENCES: Mapping[str, Mapping[str, str]] = {
         ),
         "thinking": (
             "`enabled` and `disabled` are the template's option `enable_thinking`, "
-            "`adaptive` leaves it to the template; a template that does not read the option "
-            "writes what it always writes. `budget_tokens` and `display` have no effect: the "
-            "thinking is shown as it is"
+            "`adaptive` leaves it to the template. `budget_tokens` and `display` have no effect"
         ),
         "output_config": (
             "`format` with a JSON schema: the answer is sampled under it, or [calls "

@@ -78,8 +78,8 @@ INTRODUCTION = """# Methods of the SDKs
 
 Made by `python tools/methods.py docs/methods.md` from `openai` {openai} and `anthropic` {anthropic}; edit the sentences there.
 
-Every method of both SDKs is answered, or refused by status 404 (`not_offered`) with a sentence that names it and says what to use
-instead. What a `beta` method sends is answered as the method without `beta` is. A test asks for each of them.
+Every method of both SDKs is answered, or refused by status 404 (`not_offered`) with what to use instead. A `beta` method is answered as the one
+without `beta`.
 
 ## Answered
 
@@ -257,10 +257,10 @@ def _all_of(those: Sequence[Method]) -> str:
     if len(those) > MAX_NAMED:
         tops = sorted({f"{sdk}: `{resource.partition('.')[0]}…`" for sdk, resource in named})
         return f"{len(those)} methods of {', '.join(tops)}"
-    found: list[str] = []
+    found: dict[str, list[str]] = {}
     for (sdk, resource), names in named.items():
-        found.append(f"{sdk}: `{resource}.` {', '.join(names)}")
-    return "; ".join(found)
+        found.setdefault(sdk, []).append(f"`{resource}.` {', '.join(names)}")
+    return "; ".join(f"{sdk}: {'; '.join(resources)}" for sdk, resources in found.items())
 
 
 def refused_by(method: Method) -> str:
