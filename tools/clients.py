@@ -51,8 +51,8 @@ Prompts with tools need room: `midflight new-model DIR --set model.max_context=4
 [opens them](sessions.md#sessions-over-http).
 
 **How much of it is trained** is said [in the head of each answer](gateway.md#sampling-in-every-dialect). Copilot CLI, griptape and aider send a
-temperature of their own, and train nothing until they are told not to, or until `gateway.sampling = "run"`. Of every other client here tests
-train at least 0.95. `midflight.testing.commands.ScriptedCommands` stands in for a model when you try a harness
+temperature of their own, and train nothing until they are told not to, or until `gateway.sampling = "run"`. For every other client here the tests demand
+a share of 0.95 at least. `midflight.testing.commands.ScriptedCommands` stands in for a model when you try a harness
 ([test_any_agent.py](../tests/coding_agents/test_any_agent.py)).
 
 ## What was run
