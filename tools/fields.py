@@ -408,27 +408,30 @@ def _passed_over() -> Iterator[tuple[str, str, str]]:
 
 def _not_read() -> Iterator[str]:
     yield (
-        "\n## Passed over\n\nThey cannot change the text that is asked for. The head of the "
-        "answer names them (`x-midflight-ignored`), and the counter\n"
+        "\n## Passed over\n\nThey cannot change the text. The head of the answer names them "
+        "(`x-midflight-ignored`), and `midflight_ignored_fields` counts them.\n"
     )
-    yield (
-        "`midflight_ignored_fields` counts them by route and field, names that are in no table "
-        "here as `other`.\n\n"
-    )
-    yield "| fields | why | with `gateway.strict` |\n|---|---|---|\n"
-    alike: dict[tuple[str, str], list[str]] = {}
+    alike: dict[str, dict[str, None]] = {}
+    harmless: dict[str, dict[str, None]] = {}
     for name, reason, strict in _passed_over():
-        alike.setdefault((reason, strict), []).append(f"`{name}`")
-    for (reason, strict), names in alike.items():
-        yield _row(", ".join(names), reason, strict)
+        alike.setdefault(reason, {})[f"`{name}`"] = None
+        harmless.setdefault(strict, {})[f"`{name}`"] = None
+    yield (
+        "With `gateway.strict` they are refused, but for "
+        f"{', '.join(harmless['passed over'])}, and in messages "
+        f"{', '.join(harmless['passed over in messages'])}.\n\n"
+    )
+    yield "| fields | why |\n|---|---|\n"
+    for reason, names in alike.items():
+        yield _row(", ".join(names), reason)
     yield (
         "\nTools of these types are left out of the prompt, with or without a date behind: "
         f"{', '.join(f'`{name}`' for name in unread_fields.TOOLS)}; so are those of types that are\nnot "
         "known here.\n"
     )
     yield (
-        "\n## Refused\n\nThey would change the text, or promise what no answer here has. The "
-        "values that ask for nothing are accepted; `null` is as good as absent\neverywhere.\n\n"
+        "\n## Refused\n\nThey would change the text, or promise what no answer here has. `null` "
+        "and the value that asks for nothing are accepted.\n\n"
     )
     yield "| fields | value that asks for nothing | instead |\n|---|---|---|\n"
     refused: dict[tuple[str, str], list[str]] = {}
