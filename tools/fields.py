@@ -13,7 +13,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel
 
@@ -32,7 +31,7 @@ INTRODUCTION = """# Fields of requests
 
 Made from the code by `python tools/fields.py docs/fields.md`; edit the sentences there. [gateway.md](gateway.md) says what all routes have
 in common. A field that is in none of these tables is passed over, and the answer's head names it; one that is close to a sampling parameter is
-refused.
+refused. `GET /openapi.json` has the types.
 """
 SAMPLING = """
 ## Sampling, in every dialect
@@ -325,21 +324,11 @@ def _parameter(parameter: Parameter) -> str:
 
 
 def _table(path: str, body: type[BaseModel]) -> Iterator[str]:
-    yield "| field | value | what becomes of it |\n|---|---|---|\n"
-    schema = body.model_json_schema()
+    yield "| field | what becomes of it |\n|---|---|\n"
     sentences = SENTENCES[path]
     for key, sentence in sentences.items():
-        names = re.findall(r"[a-z_]+", key)
-        types = dict.fromkeys(
-            _type(schema["properties"][name], schema)
-            for name in names
-            if name in schema["properties"]
-        )
-        yield _row(
-            ", ".join(f"`{each}`" for each in key.split(", ")) if _is_list(key) else key,
-            ", ".join(filter(None, types)),
-            sentence,
-        )
+        names = ", ".join(f"`{each}`" for each in key.split(", ")) if _is_list(key) else key
+        yield _row(names, sentence)
     spoken_of = (
         {name for key in sentences for name in re.findall(r"[a-z_]+", key)}
         | GRAMMARS
@@ -358,26 +347,6 @@ def _names_of_parameters() -> set[str]:
 
 def _is_list(key: str) -> bool:
     return re.fullmatch(r"[a-z_.]+(, [a-z_.]+)*", key) is not None
-
-
-def _type(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
-    """A JSON schema in a word or two."""
-    if "$ref" in schema:
-        return _type(whole["$defs"][schema["$ref"].rpartition("/")[2]], whole)
-    if "anyOf" in schema or "oneOf" in schema:
-        return " or ".join(
-            dict.fromkeys(
-                filter(
-                    None,
-                    (_type(one, whole) for one in schema.get("anyOf", schema.get("oneOf", ()))),
-                )
-            )
-        )
-    if "const" in schema or "enum" in schema:
-        return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
-    words = {"string": "text", "integer": "whole number", "boolean": "true or false", "null": ""}
-    kind = str(schema.get("type", ""))
-    return "list" if kind == "array" else words.get(kind, kind)
 
 
 def _passed_over() -> Iterator[tuple[str, str, str]]:

@@ -119,48 +119,41 @@ def table(config: type[TrainingArguments], other: type[TrainingArguments] | None
     that are accepted and do nothing. A field that is just the same in the other configuration is
     left out.
     """
-    cells = _cells(config)
-    known = {} if other is None else _cells(other)
-    own = {name: found for name, found in cells.items() if known.get(name) != found}
+    meanings = _meanings(config)
+    known = {} if other is None else _meanings(other)
+    own = {name: found for name, found in meanings.items() if known.get(name) != found}
     parts = [
-        ("", ("option", "default", "here"), MAPPED),
-        ("Refused, unless it has its default:", ("option", "default", "remedy"), REFUSED),
+        ("", "here", MAPPED),
+        ("Refused, unless it has its default:", "remedy", REFUSED),
         (
             "Without effect; where one is set away from its default, a warning says so:",
-            ("option", "why"),
+            "why",
             IDLE,
         ),
     ]
     lines: list[str] = []
-    for heading, columns, kind in parts:
+    for heading, column, kind in parts:
         lines += [heading, ""] if heading else []
-        lines += [_joined(columns), "|---" * len(columns) + "|", *_rows(own, kind), ""]
+        lines += [f"| option | {column} |", "|---|---|", *_rows(own, kind), ""]
     return "\n".join(lines).strip()
 
 
-def _cells(config: type[TrainingArguments]) -> dict[str, tuple[str, ...]]:
-    """What becomes of each field, and the cells behind its name."""
-    found: dict[str, tuple[str, ...]] = {}
+def _meanings(config: type[TrainingArguments]) -> dict[str, tuple[str, str]]:
+    """What becomes of each field, and the sentence on it."""
+    found: dict[str, tuple[str, str]] = {}
     for field in sorted(dataclasses.fields(config), key=lambda field: field.name):
         meaning = meaning_of(field)
-        if meaning.kind == IDLE:
-            found[field.name] = (IDLE, str(meaning) or "they are of other machinery")
-        else:
-            found[field.name] = (meaning.kind, f"`{default_of(field)!r}`", str(meaning))
+        found[field.name] = (meaning.kind, str(meaning) or "they are of other machinery")
     return found
 
 
-def _rows(cells: Mapping[str, tuple[str, ...]], kind: str) -> list[str]:
-    """The rows of one kind. Fields of which all other cells are the same share a row."""
-    names: dict[tuple[str, ...], list[str]] = {}
-    for name, (found, *others) in cells.items():
+def _rows(meanings: Mapping[str, tuple[str, str]], kind: str) -> list[str]:
+    """The rows of one kind. Fields with the same sentence share a row."""
+    names: dict[str, list[str]] = {}
+    for name, (found, sentence) in meanings.items():
         if found == kind:
-            names.setdefault(tuple(others), []).append(f"`{name}`")
-    return [_joined((", ".join(fields), *others)) for others, fields in names.items()]
-
-
-def _joined(cells: tuple[str, ...]) -> str:
-    return f"| {' | '.join(cells)} |"
+            names.setdefault(sentence, []).append(f"`{name}`")
+    return [f"| {', '.join(fields)} | {sentence} |" for sentence, fields in names.items()]
 
 
 def losses() -> str:

@@ -27,7 +27,8 @@ Made from the sections in `src/midflight/config` by `python -m midflight.config.
 
 A run is one TOML file. Override an option on the command line by `--set rollout.max_staleness=2`, or `--set environment.sources.0.size=100` for
 one of a list. Write `"none"` to unset an option whose default is none. [Choosing the knobs](knobs.md) says which numbers to choose.
-*Seconds* are from 0.001 to 1e+09; other numbers with a lower bound are at most 1e+30.
+*Seconds* are from 0.001 to 1e+09; other numbers with a lower bound are at most 1e+30. A default such as `16` stands for whole numbers, one such as
+`1.0` for all.
 """
 TEN = (
     "model.path",
@@ -59,7 +60,7 @@ GROUPS = {
     "Several machines": ("cluster",),
 }
 """The sections in the order in which a reader meets them, by the heading of the page."""
-HEADER = ("| option | value | default | meaning |", "|---|---|---|---|")
+HEADER = ("| option | default (values) | meaning |", "|---|---|---|")
 
 
 def reference() -> str:
@@ -158,7 +159,19 @@ def section_class(key: str) -> type[Section]:
 
 def _row(option: Option, text: str, name: str) -> str:
     """The row of an option, called `name` there."""
-    return _table_row(f"`{name}`", _values(option), _default(option), text)
+    return _table_row(f"`{name}`", _default_and_values(option), text)
+
+
+def _default_and_values(option: Option) -> str:
+    """The default, and the values beside it where the default does not show them."""
+    default = _default(option)
+    values = _values(option)
+    if default.startswith("`"):
+        kind = "number" if isinstance(option.default, float) else "integer"
+        values = values.removeprefix(f"{kind} ")
+        if values in ("text", "true or false", "a list of texts", "number", "integer"):
+            return default
+    return f"{default} ({values})" if default else values
 
 
 def _table_row(*cells: str) -> str:
