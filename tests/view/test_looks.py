@@ -105,7 +105,14 @@ def test_a_saved_report_of_a_long_run_is_short_and_nothing_of_it_is_cut(tmp_path
     recorded(tmp_path / "looks")
     with (tmp_path / "looks" / "metrics.jsonl").open("a") as journal:
         for step in range(7, 47):
-            alarm = {"kind": "alarm", "version": step, "step": step, "seconds": step, "name": "failures", "text": "8 of 9 got no reward; mend it"}
+            alarm = {
+                "kind": "alarm",
+                "version": step,
+                "step": step,
+                "seconds": step,
+                "name": "failures",
+                "text": "8 of 9 got no reward; mend it",
+            }
             journal.write(step_line(step, 0.5) + score_line(step, 0.4) + json.dumps(alarm) + "\n")
     summary = {
         "steps": 46,
