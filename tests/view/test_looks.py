@@ -116,6 +116,8 @@ def test_a_saved_report_of_a_long_run_is_short_and_nothing_of_it_is_cut(tmp_path
             journal.write(step_line(step, 0.5) + score_line(step, 0.4) + json.dumps(alarm) + "\n")
     summary = {
         "steps": 46,
+        "version": 46,
+        "peak_memory_mb": 512.0,
         "training_seconds": 80.0,
         "failures": {"ZeroDivisionError": 12, "TimeoutError": 7, "EnvironmentFailed": 1},
         "advice": "the trainer is idle 60%: more engine.count, while cores are free, or shorter answers",
@@ -129,6 +131,10 @@ def test_a_saved_report_of_a_long_run_is_short_and_nothing_of_it_is_cut(tmp_path
     assert page.evaluate("[...document.querySelectorAll('.scroll')].every(e => e.scrollWidth <= e.clientWidth)"), "a cut table"
     assert page.evaluate("document.documentElement.scrollHeight") < MAX_PHONE_HEIGHT
     assert page.evaluate(CONTRASTS, MIN_CONTRAST) == []
+    shown = "[...document.querySelectorAll('.cards td:empty')].filter(e => e.dataset.label && e.getClientRects().length).length"
+    assert size != NARROW or page.evaluate(shown) == 0, "a label of nothing"
+    facts = page.locator(".facts")
+    assert summary["advice"] in facts.inner_text() and "ZeroDivisionError" in facts.inner_text()
     assert page.evaluate("document.querySelector('.facts').getBoundingClientRect().height") < NARROW["height"]
 
 
