@@ -103,7 +103,10 @@ SENTENCES: Mapping[str, Mapping[str, str]] = {
             "fills in (`messages`, `tools`, `add_generation_prompt`, `bos_token` and the like) are "
             "refused."
         ),
-        "reasoning_effort": "handed to the model's template under this name",
+        "reasoning_effort": (
+            "`none`, `minimal`, `low`, `medium`, `high`, `xhigh` or `max`: handed to the model's "
+            "template under this name"
+        ),
         "verbosity, enable_thinking, thinking, reasoning": (
             "as the template's options "
             "`verbosity`, "
