@@ -20,8 +20,7 @@ INTRODUCTION = """# Clients
 
 Made by `python tools/clients.py docs/clients.md`; edit the sentences there.
 
-An agent that exists changes its base URL and nothing else. The endpoint speaks OpenAI's and Anthropic's APIs, SGLang's and vLLM's; a pause, new
-weights or a dead engine is invisible to all clients.
+An agent changes its base URL and nothing else. Pauses, new weights and dead engines are invisible to it.
 
 While `midflight serve` runs ([a program](demo.md#what-to-do-with-it)):
 
@@ -44,23 +43,22 @@ While `midflight serve` runs ([a program](demo.md#what-to-do-with-it)):
 | SGLang's clients: its own runtime endpoint, slime, AReaL, verl, SkyRL | `http://127.0.0.1:8000`, as a server's |
 | vLLM's clients: tokens in and out, as verifiers and prime-rl | the same |
 
-What changes no text has no effect and is named in the answer's head; what would is refused by name ([gateway.md](gateway.md)). Prompts with tools need room:
-`midflight new-model DIR --set model.max_context=4096`, and coding agents some ten thousand tokens more. [examples/agent_openai.py](../examples/agent_openai.py) is an agent that streams.
+Prompts with tools need room: `midflight new-model DIR --set model.max_context=4096`, and coding agents some ten thousand tokens more.
+[examples/agent_openai.py](../examples/agent_openai.py) is an agent that streams.
 
 **To take part in training** an agent needs a session: its base URL is then `/s/<id>.<secret>/v1`, or that token is its API key. An
-[environment](environments.md) gets one for each rollout by itself, a worker gets one with each [claim](sessions.md#claims), and a harness
-[opens them](sessions.md#sessions-over-http). Requests without a session are answered by `midflight serve` and refused by a training run.
+[environment](environments.md) gets one for each rollout, a worker with each [claim](sessions.md#claims), and a harness
+[opens them](sessions.md#sessions-over-http).
 
-**How much of it is trained** is said in the head of each answer and in the session's record
-([gateway.md](gateway.md#sampling-in-every-dialect)). Some agents send a temperature of their own, and train nothing until they are told not to, or
-until `gateway.sampling = "run"`: Copilot CLI, griptape, aider. Tests hold every other client here to a share of 0.95. To try a harness of yours without
-a model, `midflight.testing.commands.ScriptedCommands` is the rule of a scripted one that finds the tool with which it runs commands
+**How much of it is trained** is said [in the head of each answer](gateway.md#sampling-in-every-dialect). Copilot CLI, griptape and aider send a
+temperature of their own, and train nothing until they are told not to, or until `gateway.sampling = "run"`. For every other client here the tests demand
+a share of 0.95 at least. `midflight.testing.commands.ScriptedCommands` stands in for a model when you try a harness
 ([test_any_agent.py](../tests/coding_agents/test_any_agent.py)).
 
 ## What was run
 
-Unmodified clients, run by `make test-clients-all` and `make test-coding-agents`. One body of each kind that they sent is in
-[tests/corpus](../tests/corpus), without their sentences, and every change is tried on all of them.
+Unmodified clients, run by `make test-clients-all` and `make test-coding-agents`. [tests/corpus](../tests/corpus) has a body of each kind that
+they sent.
 
 | client | version | route | what it used | without effect |
 |---|---|---|---|---|

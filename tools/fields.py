@@ -13,7 +13,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel
 
@@ -32,8 +31,7 @@ INTRODUCTION = """# Fields of requests
 
 Made from the code by `python tools/fields.py docs/fields.md`; edit the sentences there. [gateway.md](gateway.md) says what all routes have
 in common. A field that is in none of these tables is passed over, and the answer's head names it; one that is close to a sampling parameter is
-refused by its name, and so is a value that the gateway cannot honour. With `gateway.strict` all that is passed over is refused, but for
-what is harmless.
+refused. `GET /openapi.json` has the types.
 """
 SAMPLING = """
 ## Sampling, in every dialect
@@ -75,16 +73,16 @@ EVERYWHERE = {
 }
 SENTENCES: Mapping[str, Mapping[str, str]] = {
     "/v1/chat/completions": {
-        "messages": "honoured: [roles and parts](gateway.md#chat-completions)",
+        "messages": "[roles and parts](gateway.md#chat-completions)",
         "max_tokens, max_completion_tokens": (
             "one thing under two names; two different values are "
             "refused. Default: all the room there is."
         ),
         "logprobs, top_logprobs": (
-            "honoured, 0 to 20 alternatives; `top_logprobs` without `logprobs` is refused"
+            "0 to 20 alternatives; `top_logprobs` without `logprobs` is refused"
         ),
         "tools": (
-            "honoured: type `function`, 1024 at most, a name of 1 to 64 letters (A-Z, a-z, "
+            "type `function`, 1024 at most, a name of 1 to 64 letters (A-Z, a-z, "
             "0-9, `_`, `-`) that no other has, parameters that are a schema of an object. Calls "
             "of a request with a `strict` tool, or with one required, are sampled [under the "
             "tools' schemas](tools.md#forced-calls). Type `custom` is a function of one text, "
@@ -96,19 +94,18 @@ SENTENCES: Mapping[str, Mapping[str, str]] = {
             "the prompt, and what looks like a call is content."
         ),
         "prompt_logprobs": (
-            "honoured, 0 to 20 alternatives: how likely each token of the prompt "
-            "is, beside the choices. Asks of the engine to score prompts"
+            "0 to 20 alternatives: how likely each token of the prompt is. Asks of "
+            "the engine to score prompts"
         ),
-        "parallel_tool_calls": "honoured: `false` ends the answer with its first call",
+        "parallel_tool_calls": "`false` ends the answer with its first call",
         "chat_template_kwargs": (
-            "honoured: handed to the model's template. Names that the gateway "
+            "handed to the model's template. Names that the gateway "
             "fills in (`messages`, `tools`, `add_generation_prompt`, `bos_token` and the like) are "
             "refused."
         ),
         "reasoning_effort": (
-            "`none`, `minimal`, `low`, `medium`, `high`, `xhigh` or `max`: handed "
-            "to the model's template under this name; a template that does not read it writes "
-            "what it always writes"
+            "`none`, `minimal`, `low`, `medium`, `high`, `xhigh` or `max`: handed to the model's "
+            "template under this name"
         ),
         "verbosity, enable_thinking, thinking, reasoning": (
             "as the template's options "
@@ -127,23 +124,19 @@ SENTENCES: Mapping[str, Mapping[str, str]] = {
             "`include_usage` and `continuous_usage_stats` are honoured; "
             "`include_obfuscation` is ignored, since frames are not padded"
         ),
-        "return_token_ids": (
-            "honoured: `prompt_token_ids`, `token_ids` and `weight_versions` in the answer"
-        ),
-        "return_tokens_as_token_ids": (
-            "honoured: names in log-probabilities are `token_id:` and the number"
-        ),
+        "return_token_ids": ("`prompt_token_ids`, `token_ids` and `weight_versions` in the answer"),
+        "return_tokens_as_token_ids": ("names in log-probabilities are `token_id:` and the number"),
     },
     "/v1/completions": {
-        "prompt": "honoured: a text, a list of texts, token ids, or a list of lists of token ids",
-        "max_tokens": "honoured, 16 where nobody says; 0 with `echo` or `prompt_logprobs` only",
+        "prompt": "a text, a list of texts, token ids, or a list of lists of token ids",
+        "max_tokens": "16 where nobody says; 0 with `echo` or `prompt_logprobs` only",
         "logprobs": (
-            "honoured, 0 to 20: the four parallel lists. With alternatives, each entry "
+            "0 to 20: the four parallel lists. With alternatives, each entry "
             "holds the sampled token too."
         ),
-        "echo": "honoured: the prompt before the answer, with `logprobs` its tokens too",
+        "echo": "the prompt before the answer, with `logprobs` its tokens too",
         "prompt_logprobs": (
-            "honoured, 0 to 20 alternatives: how likely each token of the prompt "
+            "0 to 20 alternatives: how likely each token of the prompt "
             "is. Asks of the engine to score prompts, as `echo` with `logprobs` does"
         ),
         "best_of": "refused unless it is `n`",
@@ -151,21 +144,20 @@ SENTENCES: Mapping[str, Mapping[str, str]] = {
         "stream, stream_options, return_token_ids, return_tokens_as_token_ids": "as in chats",
     },
     "/generate": {
-        "text, input_ids": "honoured: exactly one of them, one prompt or a list",
-        "sampling_params": "honoured, the same for all prompts; a list is refused",
+        "text, input_ids": "exactly one of them, one prompt or a list",
+        "sampling_params": "the same for all prompts; a list is refused",
         "rid": (
-            "honoured: the name by which the request can be aborted; with several answers, "
+            "the name by which the request can be aborted; with several answers, "
             "each "
             "appends its number. A list is refused."
         ),
-        "return_logprob": "honoured: `output_token_logprobs`",
+        "return_logprob": "`output_token_logprobs`",
         "top_logprobs_num": (
-            "honoured, 0 to 20: `output_top_logprobs`; without `return_logprob` it is refused"
+            "0 to 20: `output_top_logprobs`; without `return_logprob` it is refused"
         ),
         "return_text_in_logprobs": "honoured",
         "skip_special_tokens, no_stop_trim": (
-            "in `sampling_params`, honoured: the text holds "
-            "special tokens, or what ended the answer"
+            "in `sampling_params`: the text holds special tokens, or what ended the answer"
         ),
         "spaces_between_special_tokens, stop_regex": (
             "in `sampling_params`: the first changes nothing, the second must be empty"
@@ -177,14 +169,14 @@ SENTENCES: Mapping[str, Mapping[str, str]] = {
         "stream": "honoured; each frame says all so far",
     },
     "/inference/v1/generate": {
-        "token_ids": "honoured: one prompt",
+        "token_ids": "one prompt",
         "sampling_params": (
-            "honoured, under the names of chats, with `n`, `max_tokens` (default: "
+            "under the names of chats, with `n`, `max_tokens` (default: "
             "all the room there is), `logprobs`, `prompt_logprobs` and `structured_outputs`. What "
             "is about text is ignored"
         ),
-        "request_id": "honoured: the name by which the request can be aborted",
-        "return_token_ids": "honoured: `prompt_token_ids`",
+        "request_id": "the name by which the request can be aborted",
+        "return_token_ids": "`prompt_token_ids`",
         "output_mode": "`tokens` only",
         "stream, stream_options": "as in chats",
     },
@@ -194,14 +186,14 @@ SENTENCES: Mapping[str, Mapping[str, str]] = {
         (
             "seed, stop, stop_token_ids, top_k, min_p, min_tokens, ignore_eos, frequency_penalty, "
             "presence_penalty, repetition_penalty, logit_bias"
-        ): ("extras, [as in chats](gateway.md#sampling-in-every-dialect)"),
+        ): ("[as in chats](gateway.md#sampling-in-every-dialect)"),
         "structured_outputs, guided_json, guided_regex, guided_choice, guided_grammar": (
-            "extras, as in chats; one of them, or `text.format`"
+            "as in chats; one of them, or `text.format`"
         ),
         "return_token_ids": (
-            "extra: the finished response has `prompt_token_ids`, `token_ids` and `weight_versions`"
+            "the finished response has `prompt_token_ids`, `token_ids` and `weight_versions`"
         ),
-        "return_tokens_as_token_ids": "extra, as in chats",
+        "return_tokens_as_token_ids": "as in chats",
         "tools": (
             "types `function` and `custom`, whose calls come back as `custom_tool_call`; "
             "`strict` as in chats. Other types are left out."
@@ -216,16 +208,12 @@ SENTENCES: Mapping[str, Mapping[str, str]] = {
             "tools](gateway.md#chat-completions) it may be calls instead."
         ),
         "text.verbosity": "given to the chat template as `verbosity`",
-        "reasoning.effort": (
-            "given to the chat template as `reasoning_effort`; a template that "
-            "does not know that name ignores it"
-        ),
+        "reasoning.effort": ("given to the chat template as `reasoning_effort`"),
         "reasoning.summary": (
-            "accepted: the reasoning is told in full, as the item's `content`; "
-            "`summary` stays empty"
+            "the reasoning is told in full, as the item's `content`; `summary` stays empty"
         ),
         "chat_template_kwargs, enable_thinking": (
-            "extra: names for the template, such as `enable_thinking`, which may also stand alone"
+            "names for the template, such as `enable_thinking`, which may also stand alone"
         ),
         "include": (
             "`message.output_text.logprobs`, and `reasoning.encrypted_content`, which "
@@ -278,9 +266,7 @@ SENTENCES: Mapping[str, Mapping[str, str]] = {
         ),
         "thinking": (
             "`enabled` and `disabled` are the template's option `enable_thinking`, "
-            "`adaptive` leaves it to the template; a template that does not read the option "
-            "writes what it always writes. `budget_tokens` and `display` have no effect: the "
-            "thinking is shown as it is"
+            "`adaptive` leaves it to the template. `budget_tokens` and `display` have no effect"
         ),
         "output_config": (
             "`format` with a JSON schema: the answer is sampled under it, or [calls "
@@ -341,21 +327,11 @@ def _parameter(parameter: Parameter) -> str:
 
 
 def _table(path: str, body: type[BaseModel]) -> Iterator[str]:
-    yield "| field | value | what becomes of it |\n|---|---|---|\n"
-    schema = body.model_json_schema()
+    yield "| field | what becomes of it |\n|---|---|\n"
     sentences = SENTENCES[path]
     for key, sentence in sentences.items():
-        names = re.findall(r"[a-z_]+", key)
-        types = dict.fromkeys(
-            _type(schema["properties"][name], schema)
-            for name in names
-            if name in schema["properties"]
-        )
-        yield _row(
-            ", ".join(f"`{each}`" for each in key.split(", ")) if _is_list(key) else key,
-            ", ".join(filter(None, types)),
-            sentence,
-        )
+        names = ", ".join(f"`{each}`" for each in key.split(", ")) if _is_list(key) else key
+        yield _row(names, sentence)
     spoken_of = (
         {name for key in sentences for name in re.findall(r"[a-z_]+", key)}
         | GRAMMARS
@@ -374,26 +350,6 @@ def _names_of_parameters() -> set[str]:
 
 def _is_list(key: str) -> bool:
     return re.fullmatch(r"[a-z_.]+(, [a-z_.]+)*", key) is not None
-
-
-def _type(schema: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
-    """A JSON schema in a word or two."""
-    if "$ref" in schema:
-        return _type(whole["$defs"][schema["$ref"].rpartition("/")[2]], whole)
-    if "anyOf" in schema or "oneOf" in schema:
-        return " or ".join(
-            dict.fromkeys(
-                filter(
-                    None,
-                    (_type(one, whole) for one in schema.get("anyOf", schema.get("oneOf", ()))),
-                )
-            )
-        )
-    if "const" in schema or "enum" in schema:
-        return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
-    words = {"string": "text", "integer": "whole number", "boolean": "true or false", "null": ""}
-    kind = str(schema.get("type", ""))
-    return "list" if kind == "array" else words.get(kind, kind)
 
 
 def _passed_over() -> Iterator[tuple[str, str, str]]:
@@ -424,27 +380,30 @@ def _passed_over() -> Iterator[tuple[str, str, str]]:
 
 def _not_read() -> Iterator[str]:
     yield (
-        "\n## Passed over\n\nThey cannot change the text that is asked for. The head of the "
-        "answer names them (`x-midflight-ignored`), and the counter\n"
+        "\n## Passed over\n\nThey cannot change the text. The head of the answer names them "
+        "(`x-midflight-ignored`), and `midflight_ignored_fields` counts them.\n"
     )
-    yield (
-        "`midflight_ignored_fields` counts them by route and field, names that are in no table "
-        "here as `other`.\n\n"
-    )
-    yield "| fields | why | with `gateway.strict` |\n|---|---|---|\n"
-    alike: dict[tuple[str, str], list[str]] = {}
+    alike: dict[str, dict[str, None]] = {}
+    harmless: dict[str, dict[str, None]] = {}
     for name, reason, strict in _passed_over():
-        alike.setdefault((reason, strict), []).append(f"`{name}`")
-    for (reason, strict), names in alike.items():
-        yield _row(", ".join(names), reason, strict)
+        alike.setdefault(reason, {})[f"`{name}`"] = None
+        harmless.setdefault(strict, {})[f"`{name}`"] = None
+    yield (
+        "With `gateway.strict` they are refused, but for "
+        f"{', '.join(harmless['passed over'])}, and in messages "
+        f"{', '.join(harmless['passed over in messages'])}.\n\n"
+    )
+    yield "| fields | why |\n|---|---|\n"
+    for reason, names in alike.items():
+        yield _row(", ".join(names), reason)
     yield (
         "\nTools of these types are left out of the prompt, with or without a date behind: "
         f"{', '.join(f'`{name}`' for name in unread_fields.TOOLS)}; so are those of types that are\nnot "
         "known here.\n"
     )
     yield (
-        "\n## Refused\n\nThey would change the text, or promise what no answer here has. The "
-        "values that ask for nothing are accepted; `null` is as good as absent\neverywhere.\n\n"
+        "\n## Refused\n\nThey would change the text, or promise what no answer here has. `null` "
+        "and the value that asks for nothing are accepted.\n\n"
     )
     yield "| fields | value that asks for nothing | instead |\n|---|---|---|\n"
     refused: dict[tuple[str, str], list[str]] = {}

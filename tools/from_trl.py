@@ -22,6 +22,7 @@ from typing import Any
 
 from midflight.integrations.trl.arguments import (
     IDLE,
+    MAPPED,
     REFUSED,
     TrainingArguments,
     default_of,
@@ -113,45 +114,46 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[
 # --- The page -------------------------------------------------------------------------------------
 
 
-def table(config: type[TrainingArguments]) -> str:
+def table(config: type[TrainingArguments], other: type[TrainingArguments] | None = None) -> str:
     """The fields of a configuration: those with a counterpart, those that are refused, and those
-    that are accepted and do nothing.
+    that are accepted and do nothing. A field that is just the same in the other configuration is
+    left out.
     """
-    mapped: list[str] = []
-    refused: list[str] = []
-    reasons: list[str] = []
-    idle: list[str] = []
+    meanings = _meanings(config)
+    known = {} if other is None else _meanings(other)
+    own = {name: found for name, found in meanings.items() if known.get(name) != found}
+    parts = [
+        ("", "here", MAPPED),
+        ("Refused, unless it has its default:", "remedy", REFUSED),
+        (
+            "Without effect; where one is set away from its default, a warning says so:",
+            "why",
+            IDLE,
+        ),
+    ]
+    lines: list[str] = []
+    for heading, column, kind in parts:
+        lines += [heading, ""] if heading else []
+        lines += [f"| option | {column} |", "|---|---|", *_rows(own, kind), ""]
+    return "\n".join(lines).strip()
+
+
+def _meanings(config: type[TrainingArguments]) -> dict[str, tuple[str, str]]:
+    """What becomes of each field, and the sentence on it."""
+    found: dict[str, tuple[str, str]] = {}
     for field in sorted(dataclasses.fields(config), key=lambda field: field.name):
         meaning = meaning_of(field)
-        row = f"| `{field.name}` | `{default_of(field)!r}` | {meaning} |"
-        if meaning.kind == REFUSED:
-            refused.append(row)
-        elif meaning.kind != IDLE:
-            mapped.append(row)
-        elif meaning:
-            reasons.append(f"| `{field.name}` | {meaning} |")
-        else:
-            idle.append(f"`{field.name}`")
-    return "\n".join(
-        [
-            "| option | default | here |",
-            "|---|---|---|",
-            *mapped,
-            "",
-            "Refused, unless it has its default:",
-            "",
-            "| option | default | remedy |",
-            "|---|---|---|",
-            *refused,
-            "",
-            "Without effect; where one is set away from its default, a warning says so:",
-            "",
-            "| option | why |",
-            "|---|---|",
-            *reasons,
-            f"| {', '.join(idle)} | they are of other machinery |",
-        ]
-    )
+        found[field.name] = (meaning.kind, str(meaning) or "they are of other machinery")
+    return found
+
+
+def _rows(meanings: Mapping[str, tuple[str, str]], kind: str) -> list[str]:
+    """The rows of one kind. Fields with the same sentence share a row."""
+    names: dict[str, list[str]] = {}
+    for name, (found, sentence) in meanings.items():
+        if found == kind:
+            names.setdefault(sentence, []).append(f"`{name}`")
+    return [f"| {', '.join(fields)} | {sentence} |" for sentence, fields in names.items()]
 
 
 def losses() -> str:
@@ -168,7 +170,7 @@ def losses() -> str:
 PARTS = {
     "losses": losses,
     "GRPOConfig": lambda: table(GRPOConfig),
-    "AsyncGRPOConfig": lambda: table(AsyncGRPOConfig),
+    "AsyncGRPOConfig": lambda: table(AsyncGRPOConfig, GRPOConfig),
 }
 
 

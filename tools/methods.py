@@ -78,8 +78,8 @@ INTRODUCTION = """# Methods of the SDKs
 
 Made by `python tools/methods.py docs/methods.md` from `openai` {openai} and `anthropic` {anthropic}; edit the sentences there.
 
-Every method of both SDKs is answered, or refused by status 404 (`not_offered`) with a sentence that names it and says what to use
-instead. What a `beta` method sends is answered as the method without `beta` is. A test asks for each of them.
+Every method of both SDKs is answered, or refused by status 404 (`not_offered`) with what to use instead. A `beta` method is answered as the one
+without `beta`.
 
 ## Answered
 
@@ -89,7 +89,9 @@ instead. What a `beta` method sends is answered as the method without `beta` is.
 REFUSED = """
 ## Refused
 
-| path | use instead | methods |
+All methods below a resource, but for those that are answered:
+
+| path | use instead | resources |
 |---|---|---|
 """
 LOCALLY = """
@@ -239,14 +241,15 @@ def page() -> str:
         route = f"{verb} {path}".replace("{}", "…")
         parts.append(f"| `{route}` | {WORDS[verb, path]} | {_all_of(those)} |\n")
     parts.append(REFUSED)
-    for beginning, those in sorted(refused.items()):
-        parts.append(f"| `{beginning}` | {NOT_OFFERED[beginning]} | {_all_of(those)} |\n")
+    alike: dict[str, list[str]] = {}
+    for beginning in sorted(refused):
+        alike.setdefault(NOT_OFFERED[beginning], []).append(beginning)
+    for instead, beginnings in alike.items():
+        those = [method for beginning in beginnings for method in refused[beginning]]
+        paths = ", ".join(f"`{beginning}`" for beginning in beginnings)
+        parts.append(f"| {paths} | {instead} | {_resources_of(those)} |\n")
     parts.append(LOCALLY.format(names=", ".join(local)))
     return "".join(parts)
-
-
-MAX_NAMED = 60
-"""The most methods that are named one by one. The accounts of a vendor have some hundred."""
 
 
 def _all_of(those: Sequence[Method]) -> str:
@@ -254,13 +257,20 @@ def _all_of(those: Sequence[Method]) -> str:
     named: dict[tuple[str, str], list[str]] = {}
     for method in those:
         named.setdefault((method.sdk, method.resource), []).append(method.name.rpartition(".")[2])
-    if len(those) > MAX_NAMED:
-        tops = sorted({f"{sdk}: `{resource.partition('.')[0]}…`" for sdk, resource in named})
-        return f"{len(those)} methods of {', '.join(tops)}"
-    found: list[str] = []
+    found: dict[str, list[str]] = {}
     for (sdk, resource), names in named.items():
-        found.append(f"{sdk}: `{resource}.` {', '.join(names)}")
-    return "; ".join(found)
+        found.setdefault(sdk, []).append(f"`{resource}.` {', '.join(names)}")
+    return "; ".join(f"{sdk}: {'; '.join(resources)}" for sdk, resources in found.items())
+
+
+def _resources_of(those: Sequence[Method]) -> str:
+    """The resources, by SDK, without those that are inside another one."""
+    found: dict[str, dict[str, None]] = {}
+    for method in those:
+        words = method.resource.split(".")
+        outermost = ".".join(words[: 2 if words[0] == "beta" else 1])
+        found.setdefault(method.sdk, {})[f"`{outermost}`"] = None
+    return "; ".join(f"{sdk}: {', '.join(resources)}" for sdk, resources in found.items())
 
 
 def refused_by(method: Method) -> str:

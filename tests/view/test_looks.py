@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import urllib.error
 import urllib.request
@@ -14,6 +15,7 @@ from tests.archive.stores import SAYS, Recorded
 from tests.archive.test_runs import made_run, score_line, step_line
 from tests.view.conftest import NARROW, PATIENCE, viewing
 
+from midflight.report.page import write_report
 from midflight.types import Reason
 
 expect.set_options(timeout=PATIENCE)
@@ -96,6 +98,44 @@ def test_nothing_is_cut_and_every_text_can_be_read(address: str, look: Look, siz
         assert page.evaluate(CONTRASTS, MIN_CONTRAST) == [], path
         assert page.evaluate(CONTRASTS, 22), "nothing has such a contrast, so that each text was looked at"
         page.close()
+
+
+@pytest.mark.parametrize("size", [NARROW, LAPTOP], ids=["390", "1440"])
+def test_a_saved_report_of_a_long_run_is_short_and_nothing_of_it_is_cut(tmp_path: Path, look: Look, size: dict[str, int]) -> None:
+    recorded(tmp_path / "looks")
+    with (tmp_path / "looks" / "metrics.jsonl").open("a") as journal:
+        for step in range(7, 47):
+            alarm = {
+                "kind": "alarm",
+                "version": step,
+                "step": step,
+                "seconds": step,
+                "name": "failures",
+                "text": "8 of 9 got no reward; mend it",
+            }
+            journal.write(step_line(step, 0.5) + score_line(step, 0.4) + json.dumps(alarm) + "\n")
+    summary = {
+        "steps": 46,
+        "version": 46,
+        "peak_memory_mb": 512.0,
+        "training_seconds": 80.0,
+        "failures": {"ZeroDivisionError": 12, "TimeoutError": 7, "EnvironmentFailed": 1},
+        "advice": "the trainer is idle 60%: more engine.count, while cores are free, or shorter answers",
+        "waits": {"trainer for generation": 30.0, "admission for trainer": 20.0, "engine0 for requests": 10.0},
+    }
+    (tmp_path / "looks" / "summary.json").write_text(json.dumps(summary))
+    out = tmp_path / "report.html"
+    write_report([tmp_path / "looks"], out)
+    page = look(f"data:text/html;base64,{base64.b64encode(out.read_bytes()).decode()}", size=size)
+    assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    assert page.evaluate("[...document.querySelectorAll('.scroll')].every(e => e.scrollWidth <= e.clientWidth)"), "a cut table"
+    assert page.evaluate("document.documentElement.scrollHeight") < MAX_PHONE_HEIGHT
+    assert page.evaluate(CONTRASTS, MIN_CONTRAST) == []
+    shown = "[...document.querySelectorAll('.cards td:empty')].filter(e => e.dataset.label && e.getClientRects().length).length"
+    assert size != NARROW or page.evaluate(shown) == 0, "a label of nothing"
+    facts = page.locator(".facts")
+    assert summary["advice"] in facts.inner_text() and "ZeroDivisionError" in facts.inner_text()
+    assert page.evaluate("document.querySelector('.facts').getBoundingClientRect().height") < NARROW["height"]
 
 
 def test_a_phone_shows_every_reward_of_a_group(address: str, look: Look) -> None:

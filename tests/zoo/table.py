@@ -29,19 +29,18 @@ HEAD = f"""# Models
 *A page to look things up in.*
 
 Made by `make test-models` from tiny models of every architecture ([tests/models/zoo.py](../tests/models/zoo.py)); edit the code instead. Each is held
-against its own eager forward in `transformers`, row by row, in float32: rows shorter and longer than every window, chunk and rotary boundary, log-probabilities
-at temperature 0.7 and the gradient of a step in the trainer, prefill and decoding of several sequences in the embedded engine, and a folder written,
-read and written again. Only text is trained: of a model that also reads images the text tower, while its other parts stay as they are.
+against its own forward in `transformers`, in float32: log-probabilities at temperature 0.7 and the gradient of a step, prefill and decoding in the
+embedded engine, and a folder written and read again. Of a model that also reads images only the text tower is trained.
 
-`midflight check-model DIR` says the same of a model of yours, a folder or a [GGUF file](pretrained.md), and every run proves its model before it begins.
+`midflight check-model DIR` says the same of a model of yours, a folder or a [GGUF file](pretrained.md). Every run proves its model before it begins.
 
 - **right**: trained in packed rows, or served in slots, or exported by its own names.
 - **right, slower**: trained in padded rows, or served one sequence at a time. The same numbers.
-- **right, slowest**: served without keeping anything of a sequence, which is computed whole for each of its tokens. The same numbers.
+- **right, slowest**: each token computes its whole sequence. The same numbers.
 - **refused**: the run does not begin, and says why. vLLM or SGLang may serve what the embedded engine refuses ([engines](engines.md)).
 
 The worst error of a log-probability in nats, and of a gradient as a share of its size; none may be above {TOLERANCE:g}. Proven with
-`transformers` {version("transformers")}; behind the table stand the reasons of what is refused.
+`transformers` {version("transformers")}.
 
 | models | trainer | nats | gradient | embedded engine | nats | export |
 |---|---|---|---|---|---|---|

@@ -16,8 +16,8 @@ class RewardSection(Section):
     """One reward function. Several are added up by their weights."""
 
     entry: str
-    """`module:function`. The names of its parameters say what it gets: `task`, `messages`,
-    `completion`, or a column of the task; docs/environments.md has the list.
+    """The reward function, as `module:function`. It gets what its parameters name, such as `task`,
+    `completion` or a column of the task; docs/environments.md has the list.
     """
     weight: float = 1.0
     """The factor of its value in the sum; below 0 it is a penalty."""
@@ -45,14 +45,11 @@ class McpSection(Section):
     env: dict[str, str] = Field(default_factory=dict[str, str])
     """Variables of its environment, beside the few that every server gets."""
     per: Literal["run", "rollout"] = "run"
-    """run: each worker keeps one connection, and with `command` one server, for all its rollouts.
-    rollout: each rollout has its own, which ends with it. That is for servers with a state of their
-    own, such as a browser.
+    """run: each worker keeps one connection for all its rollouts. rollout: each rollout has its
+    own, for servers with a state.
     """
     start_seconds: Seconds = 30.0
-    """How long it may take to come up; larger waits longer for one that hangs. It is for servers
-    that are fetched when they are started.
-    """
+    """How long it may take to come up; larger waits longer for one that hangs."""
 
     @property
     def label(self) -> str:
@@ -67,11 +64,10 @@ class SandboxSection(Section):
     """
 
     kind: str = "bubblewrap"
-    """bubblewrap: namespaces of this machine, without network and without our files, and a filter
-    of system calls; refused where the machine has them not. trusted: as this user, with limits and without isolation, for code that is
-    trusted. docker, e2b, daytona, modal: in a container or machine that its maker's client starts
-    and ends (`pip install 'midflight[docker]'`, or the other's name). Or `module:Class` of one's
-    own, called with this section, which may run it elsewhere.
+    """bubblewrap: namespaces of this machine, without network and without our files. trusted: as
+    this user, with limits and without isolation. docker, e2b, daytona, modal: a container or
+    machine of that maker (`pip install 'midflight[docker]'`, or the other's name). Or
+    `module:Class` of one's own, called with this section.
     """
     image: str = ""
     """The image of a box elsewhere: of docker, daytona or modal, by default `python:3.12-slim`; for
@@ -81,11 +77,11 @@ class SandboxSection(Section):
     """Time after which a program is ended; larger waits longer for one that hangs."""
     start_seconds: Seconds = 300.0
     """Time for a box elsewhere to start, with its image pulled. Each answer of its maker may take a
-    fifth of that. Larger bears slower links, and waits longer for a maker that hangs.
+    fifth of that. Larger bears slower links.
     """
     memory_mb: Positive = 512
-    """MiB that its processes may hold together; larger lets it take more. The kernel holds them and
-    its files to the sum with `disk_mb` where a control group can be had; a start says where not.
+    """MiB that its processes may hold together; larger lets it take more. Where a control group can
+    be had, the kernel holds it; a start says where not.
     """
     disk_mb: Positive = 64
     """MiB that its files may take together, which are in memory; larger lets it write more. Each

@@ -20,14 +20,12 @@ class ClusterSection(Section):
     that this machine belongs to, and `start` starts one on this machine alone.
     """
     token_file: Path | None = None
-    """Ray's authentication token, such as `~/.ray/auth_token`. A cluster that is reached from other
-    machines must ask for one: anyone who reaches it can run anything on it.
+    """Ray's authentication token, such as `~/.ray/auth_token`. Without one, anyone who reaches the
+    cluster can run anything on it.
     """
     engine: dict[str, NonNegative] | None = None
     """The resources of one engine's seat, such as `{ GPU = 4, CPU = 8 }`; larger fits on fewer
-    machines. Default: by `engine.device`, `engine.threads` and the tensor-parallel size in
-    `engine.arguments`. It is for clusters that name their machines by resources, as are `trainer`
-    and `rollout`.
+    machines. Default: by `engine.device`, `engine.threads` and the tensor-parallel size.
     """
     trainer: dict[str, NonNegative] | None = None
     """The resources of one trainer rank's seat. Default: by `trainer.device` and
@@ -38,9 +36,8 @@ class ClusterSection(Section):
     one for each process of agents.
     """
     engines_min: Positive | None = None
-    """The run starts when so many engines have a seat; the others join when there are machines for
-    them. Larger waits longer. Default: all of `engine.count`. It is for clusters that machines come
-    to.
+    """The run starts when so many engines have a seat; the others join when there are machines.
+    Larger waits longer. Default: all of `engine.count`.
     """
     lost_seconds: Seconds = 20.0
     """The parts of a machine count as dead after so long without news from it; larger bears longer
@@ -51,10 +48,10 @@ class ClusterSection(Section):
     option a cluster that is too small for the parts is refused.
     """
     wait_seconds: Seconds = 1800.0
-    """The run waits so long for a seat that it needs, and says meanwhile what it waits for; then it
-    ends. Larger gives machines more time to come, or to be free.
+    """The run waits so long for a seat that it needs; then it ends. Larger gives machines more time
+    to come.
     """
     variables: tuple[str, ...] = ()
     """Names of environment variables of the launcher that the parts get on other machines too, such
-    as `HF_HOME`. It is for what a machine does not know by itself.
+    as `HF_HOME`.
     """

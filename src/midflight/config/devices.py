@@ -25,12 +25,10 @@ class ServerSection(Section):
     engines as there are of these, and with `engine.urls` these say what is expected of each."""
 
     host: str = ""
-    """Address of the machine of the cluster that it is to be on. Default: any with room. It is for
-    clusters whose machines differ.
-    """
+    """Address of the machine of the cluster that it is to be on. Default: any with room."""
     devices: tuple[Count, ...] = ()
-    """Numbers of its GPUs on this machine, among those that the launcher may use; as many as the
-    sizes below ask for. Default: what is free. On a cluster Ray chooses.
+    """Numbers of its GPUs on this machine, as many as the sizes below ask for. Default: what is
+    free. On a cluster Ray chooses.
     """
     tensor_parallel: Positive = 1
     """GPUs over which a server shares each layer; larger fits a larger model, and answers

@@ -26,16 +26,16 @@ class EngineSection(Section):
     `.venv-vllm/bin/python` or `.venv-sglang/bin/python`.
     """
     urls: tuple[str, ...] = ()
-    """Addresses of servers that run already, such as `http://127.0.0.1:30000`: they are attached,
-    and none is started or stopped. It is for those whose servers others run.
+    """Addresses of servers that run already, such as `http://127.0.0.1:30000`. They are attached,
+    and none is started or stopped.
     """
     arguments: tuple[str, ...] = ()
     """Further words for the server's command line, after ours, such as
-    `--gpu-memory-utilization=0.5`. It is for all that a server can do and no option here says.
+    `--gpu-memory-utilization=0.5`.
     """
     start_seconds: Seconds = 180.0
-    """A server that starts is given up if it neither computes nor reads for so long. A server of
-    `urls` is given up if it does not answer for so long. Larger waits longer for one that hangs.
+    """A server that starts is given up if it neither computes nor reads for so long, one of `urls`
+    if it does not answer. Larger waits longer for one that hangs.
     """
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Precision that engines serve in, and that weights travel in; `auto` is `model.dtype`. Smaller
@@ -44,50 +44,43 @@ class EngineSection(Section):
     max_running: Positive = 64
     """Requests decoded together; larger is faster per token and slower per request."""
     max_batch_tokens: Positive = 2048
-    """Prompt and decode tokens of one engine step; larger prefills faster and makes steps longer.
-    It is for those whose prompts run out of memory, or whose GPU takes more at once.
+    """Prompt and decode tokens of one engine step; larger prefills faster and makes steps longer,
+    and takes more memory.
     """
     threads: Positive = 1
     """CPU threads of one engine process; more than the free cores makes all slower."""
     device: str = "cpu"
-    """The device that the engine computes on: `cpu`, `cuda`, which gives each engine GPUs of its
-    own, or such as `cuda:1`.
-    """
+    """The device of the engine: `cpu`, `cuda` (GPUs for each engine), or such as `cuda:1`."""
     share_devices: bool = False
-    """Engines may be on GPUs that a trainer rank or another engine has, as on a machine with one;
-    each then needs a part of its memory. Without this option that is refused.
+    """Engines may be on GPUs that a trainer rank or another engine has; each then needs a part of
+    its memory.
     """
     lend: bool = False
-    """One more embedded engine, in the place of the first trainer rank: it generates while that
-    rank waits for a batch, and hands its requests to the others when the batch is there. This pays
-    where training waits for generation and has cores or GPUs of its own.
+    """One more embedded engine in the place of the first trainer rank, which generates while that
+    rank waits for a batch. This pays where training waits for generation.
     """
     servers: tuple[ServerSection, ...] = ()
-    """The engines one by one, in place of `count`: the machine and the GPUs of each, and how many
-    GPUs it is laid over. It is for models that need several GPUs, and for machines that differ.
+    """The engines one by one, in place of `count`: machine, GPUs, and how many GPUs each is laid
+    over.
     """
     deterministic: bool = False
     """An answer does not depend on other requests in the batch: vLLM's batch-invariant kernels,
-    SGLang's deterministic inference with a seed for each request. It works on GPUs alone, and is
-    slower. It is for those who compare runs to the bit.
+    SGLang's deterministic inference. It works on GPUs alone, and is slower.
     """
     guesses: Count = 0
-    """The most tokens that the embedded engine guesses ahead from the text of a sequence, and
-    computes in one step. It keeps those that it would have sampled, so that answers stay the same
-    (speculative decoding by n-grams). Larger is faster where answers repeat earlier text and few
-    requests run; where they do not, or many run, it costs time.
+    """The most tokens that the embedded engine guesses ahead from a sequence's own text
+    (speculative decoding by n-grams). Answers stay the same. Larger is faster where answers repeat
+    earlier text and few requests run; else it costs time.
     """
     prefix_mb: Count = 256
-    """Megabytes of keys and values that the embedded engine keeps of requests which have ended, for
-    requests that begin alike: the next turn of a conversation, the other answers to a prompt. With
-    more, more conversations go on without computing their prompts again; with 0 each request
-    computes its whole prompt.
+    """Megabytes of keys and values that the embedded engine keeps of ended requests, for requests
+    that begin alike. Larger lets more conversations go on without computing their prompts again; 0
+    keeps none.
     """
     prefix_age: Count = 0
-    """How many versions old the weights may be that computed these keys and values. 0 uses only
-    those of the weights now served. Larger computes less after each handover, with more mismatch
-    between engine and trainer, and tokens say so in their key versions. It is for agents of many
-    turns.
+    """How many versions old the weights may be that computed these keys and values. Larger computes
+    less after each handover, with more mismatch between engine and trainer. It is for agents of
+    many turns.
     """
 
     def served_dtype(self, trained: str) -> str:

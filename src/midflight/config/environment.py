@@ -33,9 +33,9 @@ CLAIMED = "midflight.environments.claimed:claimed"
 
 class EnvironmentSection(Section):
     entry: str | None = None
-    """`module:function` of the environment: a function `(task, client) -> reward`, async or plain,
-    or a class with `reset` and tools. Without it the built-in loop runs where there are rewards or
-    tools; else one answer is compared with `answer`.
+    """`module:function` of the environment: a function `(task, client) -> reward`, or a class with
+    `reset` and tools. Without it the built-in loop runs where there are rewards or tools; else one
+    answer is compared with `answer`.
     """
     rewards: tuple[RewardSection, ...] = ()
     """Functions that score a rollout. Beside an `entry` they get the `fields` of its `Result`."""
@@ -55,7 +55,7 @@ class EnvironmentSection(Section):
     """
     tool_seconds: Seconds = 30.0
     """Deadline of one call of a tool; past it the model is told so. Larger waits longer for a tool
-    that hangs. It is for tools that are slow by nature.
+    that hangs.
     """
     template_options: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Variables of the chat template in the built-in loop, such as `{ enable_thinking = false }`.
@@ -63,13 +63,13 @@ class EnvironmentSection(Section):
     """
     workers: Count | None = None
     """Processes that run agents; larger runs more agents at once that block or compute. 0 runs them
-    in the rollout process, where an agent that blocks stops everything. Default: half the cores,
-    from 2 to 8; 0 for Midflight's own environments.
+    in the rollout process, for a debugger. Default: half the cores, from 2 to 8; 0 for Midflight's
+    own environments.
     """
     worker_mb: Positive | None = None
-    """Memory of a worker's own data, in MB. An agent that takes more gets a `MemoryError`. A plain
-    agent's thread counts with the size of its stack, often 8. Larger bears more. None is no limit.
-    It is for agents that run what they did not write, as is `max_processes`.
+    """Memory of a worker's own data, in MB; an agent that takes more gets a `MemoryError`. Larger
+    bears more; None is no limit. It is for agents that run what they did not write, as is
+    `max_processes`.
     """
     max_processes: Positive | None = None
     """Processes that one rollout in a worker may start; one more fails it as `TooManyProcesses`.
@@ -87,8 +87,7 @@ class EnvironmentSection(Section):
     """
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample from the likeliest tokens that have this much probability together; larger keeps more.
-    Below 1 the trainer normalises over the kept tokens too, where engines record them. It is for
-    models that are served with it.
+    Below 1 the trainer normalises over the kept tokens too, where engines record them.
     """
     top_k: Positive | None = None
     """Sample from so many of the likeliest tokens; larger keeps more. None keeps all. It is for
@@ -99,16 +98,12 @@ class EnvironmentSection(Section):
     for such models too.
     """
     rollout_seconds: Seconds = 60.0
-    """Time that the agent of one rollout may take by itself: without a request under way at the
-    gateway, without a tool that runs within its own limit, and with a place to run. Scoring a group
-    has as much. A hung agent keeps its slot until then: larger waits longer for it, and so do
-    steps.
+    """Time that the agent of one rollout may take by itself, without requests and tools within
+    their own limits. Scoring a group has as much. Larger waits longer for an agent that hangs.
     """
     max_rollout_seconds: Seconds | None = None
-    """Time that a whole rollout may take, its requests included. Time without a place to run, and
-    without any engine that takes requests, does not count. It ends agents that ask for ever; larger
-    lets rollouts be longer. Default: four times `rollout_seconds` and the time of `max_tokens` in
-    each turn at the rate that was measured; the dry run shows it.
+    """Time that a whole rollout may take, its requests included. Larger lets rollouts be longer.
+    Default: four times what the work should take; the dry run shows it.
     """
 
     @property

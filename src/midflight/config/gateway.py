@@ -21,53 +21,46 @@ class GatewaySection(Section):
     """0 takes a free port."""
     public_url: str = ""
     """The beginning of the addresses of sessions given over HTTP, and of `client.public_url`, for
-    agents on other machines, such as `https://proxy.example`. If it is empty, they have the address
-    of the connection that asked. An endpoint on loopback answers to loopback's names and to this
-    one's. If any name were allowed, a web page could make its visitors' browsers ask (DNS
-    rebinding).
+    agents on other machines, such as `https://proxy.example`. Its name is answered too. Empty: the
+    address of the connection that asked.
     """
     private_metrics: bool = False
     """`/metrics` asks for the control token."""
     strict: bool = False
     """Refuse by name fields that have no effect on the text, and limits above the room there is.
-    Without this option such a field is ignored and named in a header of the answer
-    (`x-midflight-ignored`), and such a limit is lowered (`x-midflight-clamped`). It is for those
-    who move a client here and want to know what it loses.
+    Else such a field is ignored (`x-midflight-ignored`), and such a limit is lowered
+    (`x-midflight-clamped`).
     """
     sampling: Literal["request", "run"] = "request"
     """Whose sampling counts in sessions that are trained. `request`: that of each request; a turn
-    that it samples otherwise than the policy is masked, and the head of its answer names the field
-    (`x-midflight-masked`). `run`: that of `environment.temperature` and its like, for an agent that
-    cannot be told to leave temperature, top-p, penalties, biases or a seed out; the head names what
-    was replaced (`x-midflight-replaced`). A form that an answer must match is kept, and masks.
+    sampled otherwise than the policy is masked (`x-midflight-masked`). `run`: that of
+    `environment.temperature` and its like; the head names what was replaced
+    (`x-midflight-replaced`). A form that an answer must match is kept, and masks.
     """
     request_seconds: Seconds = 120.0
-    """How long an answer may go without one new token on an engine that serves it; pauses, and
-    waits for an engine that is full or away, do not count. Larger waits longer for an answer that
-    an engine has lost. A session's generation survives the loss of its client for a fourth of that,
-    and so does its answer, for a retry.
+    """How long an answer may go without a new token on an engine that serves it. Larger waits
+    longer for an answer that an engine has lost. A session's generation survives the loss of its
+    client for a fourth of that.
     """
     max_sessions: Positive = 10_000
-    """Live sessions, and requests under way; further ones are answered 429. It is for those who
-    serve more agents, or have little memory.
+    """Live sessions, and requests under way; further ones are answered 429. Larger serves more
+    agents, and takes more memory.
     """
     drain_seconds: NonNegative = 20.0
-    """An engine that leaves the run may finish its requests for so long; the others go on on other
-    engines. Larger moves fewer requests, and lets go of machines later. It is for machines that are
-    taken away at short notice.
+    """An engine that leaves the run may finish its requests for so long; the rest goes on
+    elsewhere. Larger moves fewer requests, and lets go of machines later.
     """
     tool_format: Literal["auto", "none", "hermes", "llama3", "mistral", "qwen_coder"] = "auto"
     """How the model writes tool calls; `auto` finds it in the chat template or the special tokens,
-    else it is `hermes`; `none` reads no calls but forced ones, in Hermes form. A name is for models
-    whose template does not show it.
+    else it is `hermes`; `none` reads only forced calls.
     """
     reasoning_format: Literal["auto", "none", "think", "mistral"] = "auto"
     """The markers between which the model thinks before it answers; `auto` finds them as above,
-    `none` leaves thinking in the content. A name is for models whose template does not show them.
+    `none` leaves thinking in the content.
     """
     shards: Positive = 1
-    """Rollout processes that `train` starts, each with a gateway, agents, buffer and store of its
-    own and an equal part of the groups; larger serves more requests on more cores.
+    """Rollout processes that `train` starts, each with a gateway, agents, buffer and store; larger
+    serves more requests on more cores.
     """
     session_seconds: Seconds = 3600.0
     """A session opened over HTTP ends after this long without a request, and its record is kept as

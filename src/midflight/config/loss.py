@@ -80,15 +80,12 @@ class ObjectiveSection(Section):
     penalty: NonNegative | None = None
     """kl_cov: weight of the divergence on the tokens that are held back."""
     advantage: Advantage = "grpo"
-    """grpo: (reward - mean) / std of the group. dr_grpo: reward - mean. rloo: reward - mean of the
-    others. reinforce_pp: reward - mean of the group, in deviations of the batch. maxrl: (reward -
-    mean) / mean, for rewards of at least 0. gae: reward to come - what a critic expected, per
-    token, in deviations of the batch; see `[critic]`.
+    """How rewards become advantages: grpo, dr_grpo, rloo, reinforce_pp, maxrl (rewards of at least
+    0), or gae with a critic (`[critic]`). The formulas: docs/algorithms.md.
     """
     normalise: Literal["reward", "component"] = "reward"
-    """reward: compares weighted sums of components. component (GDPO): compares each component of
-    the reward within its group, then sums by weight, then divides by the deviation over the batch;
-    takes `advantage = "grpo"`.
+    """reward: compares weighted sums of components. component (GDPO): compares each component
+    within its group before the sum; takes `advantage = "grpo"`.
     """
     reduction: Reduction | None = None
     """token_mean (DAPO): over all tokens of the batch. sequence_mean (GRPO): per rollout, then over
@@ -96,14 +93,13 @@ class ObjectiveSection(Section):
     own.
     """
     proximal: Literal["start", "interpolated"] = "start"
-    """start: log-probabilities under the weights that begin the step, by a forward when a step has
-    several updates. interpolated (A-3PO): between behaviour and policy by their versions, without a
-    forward.
+    """start: log-probabilities under the weights that begin the step, by a forward. interpolated
+    (A-3PO): between behaviour and policy by their versions, without one. It matters with several
+    updates.
     """
     kl: Divergence = "k3"
-    """Estimator of the divergence from the reference, the weights that the run began with;
-    `unbiased` weighs k3 by the ratio to the behaviour policy, `k1` and `abs_k1` are the log-ratio
-    and its size.
+    """Estimator of the divergence from the reference, the weights that the run began with
+    (docs/algorithms.md).
     """
     kl_coefficient: NonNegative = 0.0
     """Weight of that divergence; larger keeps the policy nearer to the reference. 0 keeps no
@@ -122,8 +118,8 @@ class ObjectiveSection(Section):
     overlong_penalty: NonNegative = 1.0
     """Its size at the limit."""
     mask_truncated: bool = False
-    """Keep rollouts of which an answer was cut short by its limit out of the loss (DAPO's over-long
-    filtering); their rewards stay in the group.
+    """Keep rollouts with an answer that was cut short out of the loss (DAPO); their rewards stay in
+    the group.
     """
 
 
@@ -133,9 +129,8 @@ class CorrectionSection(Section):
     """
 
     weight: WeightKind | None = None
-    """tis: min(rho, cap). tis_sequence: of the product over the rollout. mis: rho inside [low,
-    high], else 0; mis_sequence: of the product. icepop: as mis, with wider bounds. Unset: tis where
-    the objective takes a weight. off trains stale tokens as if they were fresh.
+    """How rho weighs a token: tis, tis_sequence, mis, mis_sequence, icepop (docs/algorithms.md).
+    Unset: tis where the objective takes a weight. off trains stale tokens as if they were fresh.
     """
     cap: Above0 | None = None
     """tis, tis_sequence: C; larger corrects more and varies more."""
@@ -168,14 +163,14 @@ class CorrectionSection(Section):
     opsm: Above0 | None = None
     """Masks rollouts of negative advantage whose mean log(behaviour / policy) is more."""
     routing_replay: bool = True
-    """With a mixture of experts, engines that can record the experts that they send tokens to do
-    so, and the trainer sends the tokens to the same ones. false lets each choose.
+    """With a mixture of experts, engines record the experts of each token, and the trainer uses the
+    same ones. false lets each choose.
     """
 
     sampling_masks: bool | None = None
-    """Train turns that were sampled with top-p, top-k or min-p over what these kept of the
-    vocabulary, where engines record it; false keeps such turns out of the loss. Default: true, but
-    for a trainer that is not ours, which must read `kept`.
+    """Train turns that were sampled with top-p, top-k or min-p over what these kept, where engines
+    record it; false keeps such turns out of the loss. Default: true, but for a trainer that is not
+    ours.
     """
 
 

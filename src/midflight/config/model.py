@@ -10,8 +10,8 @@ from midflight.config.section import Above0, Positive, Section
 
 class ModelSection(Section):
     path: Path | None = None
-    """A Hugging Face model folder to start from, or a GGUF file, which is converted into one beside
-    it. Without it a model is made from the sizes below, with random weights.
+    """A Hugging Face model folder to start from, or a GGUF file. Without it a model is made from
+    the sizes below, with random weights.
     """
     name: str = "policy"
     """The model id that agents use."""
@@ -31,9 +31,8 @@ class ModelSection(Section):
     """Its key/value heads; must divide `num_heads`."""
     max_context: Positive = 256
     """Longest prompt plus answer, in tokens; larger costs memory in every engine slot. Default with
-    `path`: the model's own limit (`max_position_embeddings`), as far as its keys and values, and
-    the trainer's activations for a row, each fit into an eighth of the machine's memory (on GPUs
-    into a quarter).
+    `path`: the model's own limit, as far as keys and values, and activations of a row, each fit
+    into an eighth of the memory (on GPUs a quarter).
     """
 
 
@@ -50,13 +49,11 @@ class LoraSection(Section):
     """The adapters' output is scaled by alpha / rank; larger learns faster. Default 2 * rank."""
     targets: tuple[str, ...] = ()
     """Last words of the names of the layers that get one, such as `q_proj`; empty is every linear
-    layer but the output layer. Experts and routers of a mixture are no linear layers, and get
-    none.
+    layer but the output layer. Experts and routers get none.
     """
     merged: bool = False
     """Whether servers get whole weights, the adapters merged into them, in a pause for each
-    version; else they keep versions side by side. This is for models that a server's own LoRA does
-    not take.
+    version. It is for models that a server's own LoRA does not take.
     """
 
 

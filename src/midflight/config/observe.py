@@ -11,9 +11,8 @@ from midflight.errors import nearest
 
 class ObserveSection(Section):
     trackers: tuple[str, ...] = ()
-    """Trackers that get numbers, histograms, samples and plots of a run, beside its folder:
-    `tensorboard`, `wandb`, `mlflow`, `trackio`, `otel` (traces of rollouts), each an extra of that
-    name, or `module:Class` of one's own (metrics.md).
+    """Trackers beside the run's folder: `tensorboard`, `wandb`, `mlflow`, `trackio`, `otel` (traces
+    of rollouts), each an extra of that name, or `module:Class` of one's own (metrics.md).
     """
     project: str = "midflight"
     """The project under which trackers list the run, beside other runs. It is for those whose
@@ -22,12 +21,10 @@ class ObserveSection(Section):
     samples: bool = False
     """The terminal shows the last rollout, as `--samples` does. It is for those who read along."""
     view_port: Port = 0
-    """The port on loopback on which the viewer beside a run is asked for, where it is installed
-    (`midflight[view]`); 0 takes a free one. It is for those who forward a port to this machine.
-    """
+    """The port on loopback of the viewer beside a run (`midflight[view]`); 0 takes a free one."""
     log_format: Literal["plain", "json"] = "plain"
     """How logs and a terminal that cannot be redrawn are written: as text, or as one JSON object a
-    line, as by `--log-format json`. JSON is for what collects logs.
+    line.
     """
 
 

@@ -25,10 +25,10 @@ INTRODUCTION = """# Configuration
 
 Made from the sections in `src/midflight/config` by `python -m midflight.config.reference docs/configuration.md`; edit the sentences there.
 
-A run is one TOML file. Every option can be overridden on the command line: `--set rollout.max_staleness=2`, or
-`--set environment.sources.0.size=100` for one of a list. Unknown keys are refused, with the nearest key that exists. An option
-whose default is none is unset by writing `"none"`. `midflight train CONFIG --dry-run` prints what follows from the numbers, and
-[choosing the knobs](knobs.md) says which number to choose.
+A run is one TOML file. Override an option on the command line by `--set rollout.max_staleness=2`, or `--set environment.sources.0.size=100` for
+one of a list. Write `"none"` to unset an option whose default is none. [Choosing the knobs](knobs.md) says which numbers to choose.
+*Seconds* are from 0.001 to 1e+09; other numbers with a lower bound are at most 1e+30. A default such as `16` stands for whole numbers, one such as
+`1.0` for all.
 """
 TEN = (
     "model.path",
@@ -60,7 +60,7 @@ GROUPS = {
     "Several machines": ("cluster",),
 }
 """The sections in the order in which a reader meets them, by the heading of the page."""
-HEADER = ("| option | value | default | meaning |", "|---|---|---|---|")
+HEADER = ("| option | default (values) | meaning |", "|---|---|---|")
 
 
 def reference() -> str:
@@ -75,13 +75,16 @@ def reference() -> str:
 
 
 def _first_options(described: Mapping[tuple[str, str], str]) -> str:
-    """The table of the options that everyone sets, by their whole keys."""
-    lines = ["## The ten that everyone sets", "", *HEADER]
+    """The table of the options that everyone sets, by their whole keys. Each has the first sentence
+    of its text; the rest stands once, in the table of its section.
+    """
+    lines = ["## The ten that everyone sets", "", "| option | default | meaning |", "|---|---|---|"]
     known = options()
     for key in TEN:
         table, _, name = key.rpartition(".")
         text = described[section_class(table).__name__, name]
-        lines.append(_row(known[key], text, key.replace(".*", "")))
+        first = text.partition(". ")[0].removesuffix(".")
+        lines.append(_table_row(f"`{key.replace('.*', '')}`", _default(known[key]), f"{first}."))
     return "\n".join([*lines, ""])
 
 
@@ -156,20 +159,33 @@ def section_class(key: str) -> type[Section]:
 
 def _row(option: Option, text: str, name: str) -> str:
     """The row of an option, called `name` there."""
-    cells = (
-        f"`{name}`",
-        _values(option),
-        _default(option),
-        text,
-    )
+    return _table_row(f"`{name}`", _default_and_values(option), text)
+
+
+def _default_and_values(option: Option) -> str:
+    """The default, and the values beside it where the default does not show them."""
+    default = _default(option)
+    values = _values(option)
+    if default.startswith("`"):
+        kind = "number" if isinstance(option.default, float) else "integer"
+        values = values.removeprefix(f"{kind} ")
+        if values in ("text", "true or false", "a list of texts", "number", "integer"):
+            return default
+    return f"{default} ({values})" if default else values
+
+
+def _table_row(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _values(option: Option) -> str:
-    """The accepted values, in fewer words than an error has for them."""
+    """The accepted values, in fewer words than an error has for them. What the introduction of the
+    page says of all numbers is left out.
+    """
     text = option.expectation.replace("'", "`").replace(' (or "none")', "")
     text = text.replace("a whole number", "integer").replace("a number", "number")
-    return text.replace(" >= ", " ≥ ").replace(" <= ", " ≤ ").replace("one of ", "")
+    text = text.replace(" >= ", " ≥ ").replace(" <= ", " ≤ ").replace("one of ", "")
+    return text.replace("number ≥ 0.001 and ≤ 1e+09", "seconds").replace(" and ≤ 1e+30", "")
 
 
 def _default(option: Option) -> str:

@@ -16,7 +16,7 @@ class RolloutSection(Section):
     """n: rollouts of one task; larger estimates the advantage better."""
     max_in_flight: Positive | None = None
     """Rollouts running at once; larger hides more latency and makes tokens older. Default: as many
-    as the engines hold just now, at most (S + 1) * B * n.
+    as the engines hold, at most (S + 1) * B * n.
     """
     max_staleness: Count = 4
     """S: no trained token is older than this many versions. 0 is the synchronous loop."""
@@ -33,25 +33,22 @@ class RolloutSection(Section):
     variation. Default (S + 1) * B; less than B is refused.
     """
     min_group_size: Positive | None = None
-    """Fewer scored rollouts than this drop the group. Default: half of `group_size`. It is for
-    those whose estimate of the advantage needs more.
+    """Fewer scored rollouts than this drop the group; larger drops more. Default: half of
+    `group_size`.
     """
     retries: Count = 1
-    """How often a rollout whose infrastructure failed is tried again. Larger is for agents that
-    need services which fail at times.
+    """How often a rollout whose infrastructure failed is tried again; larger bears services that
+    fail at times.
     """
     show_every: Count = 0
-    """Steps between completions that terminal and journal show, with prompt and reward; 0 shows
-    none. Larger shows fewer. It is for those who read along, as with `log_completions` of trl.
+    """Steps between completions that terminal and journal show; 0 shows none. Larger shows fewer.
     """
     show_completions: Positive = 2
     """How many of the step's rollouts are shown then, the first of each group in turn; larger shows
-    more. It is for those who read along, too.
+    more.
     """
     drop_zero_spread: bool = False
-    """Drop groups whose rewards are all equal, and draw others (DAPO's dynamic sampling). It is for
-    sets in which most groups are alike.
-    """
+    """Drop groups whose rewards are all equal, and draw others (DAPO's dynamic sampling)."""
 
 
 def rollout_contradictions(rollout: RolloutSection, *, max_sessions: int) -> Iterator[str]:

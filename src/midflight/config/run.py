@@ -16,13 +16,13 @@ class RunSection(Section):
     folder: Path = Path("runs/run")
     """The folder for everything that the run writes."""
     store_folder: Path | None = None
-    """Folder on a disk of the gateway's machine for the store, of which each checkpoint then gets a
-    copy; an absolute path. Default: the run's folder, which may not lie on a network then.
+    """Folder for the store on a disk of the gateway's machine, an absolute path; each checkpoint
+    gets a copy. Default: the run's folder, which may not lie on a network then.
     """
     share_with_group: str = ""
     """A group of this machine whose users may read the run's folder, for `midflight view` and
-    `join` by others, and for containers under another user. Default: only the user of the run may,
-    for it holds conversations. A store in `store_folder` stays the user's alone.
+    `join` by others. Default: only the user of the run may. A store in `store_folder` stays the
+    user's alone.
     """
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seeds weights, task order and sampling."""
@@ -33,13 +33,12 @@ class RunSection(Section):
     longer.
     """
     restarts: Count = 2
-    """How often each part may die and be started again without having worked in between, before the
-    run fails. A restart also counts no more after ten minutes, and an engine that is killed while
-    it starts does not count. Larger tolerates more crashes.
+    """How often in a row each part may die and be started again before the run fails. A restart
+    counts no more after ten minutes. Larger tolerates more crashes.
     """
     stall_seconds: Seconds = 120.0
     """A part that hangs is shown and started again after this, unless its task has a longer limit.
-    A trial before the run that does nothing for so long is ended. Larger bears longer standstills.
+    Larger bears longer standstills.
     """
     stop_seconds: Seconds = 5.0
     """Time a stopping run gives its parts before it kills them; larger waits longer for writes."""

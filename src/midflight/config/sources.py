@@ -36,8 +36,7 @@ class SourceSection(Section):
     """
     posted: bool = False
     """Tasks come over HTTP, `POST /midflight/v1/tasks`, and are tried before those of other
-    sources; with no other source the run waits for them. It is for programs that make tasks while
-    the run goes on.
+    sources; with no other source the run waits for them.
     """
     name: str = ""
     """What metrics call it. Default: the name of the dataset, of the file without its ending, or of
@@ -55,7 +54,7 @@ class SourceSection(Section):
     """
     shuffle: bool = True
     """Whether each pass through the tasks has an order of its own; without it all are in the order
-    of the rows. That is for rows whose order is a curriculum.
+    of the rows.
     """
     prompt: str = "{question}"
     """What the model is asked: a format over the row's columns such as `{question}`, or the name of
@@ -70,7 +69,7 @@ class SourceSection(Section):
     """
     id: str = ""
     """The column that identifies a task, a text or a whole number, each once; empty numbers the
-    rows from 0. It is for those who look for a task by the name that it has elsewhere.
+    rows from 0.
     """
     content: str = ""
     """The column that identifies a task's content; training and held-out tasks never share a value
@@ -127,12 +126,11 @@ class CurriculumSection(Section):
 
     priority: Literal["uniform", "learnability"] = "uniform"
     """learnability: nine of ten draws are of tasks that are learnable or not tried yet, in
-    proportion to p(1 - p) of the pass rate p, which a group learns most from; uniform: tasks have
-    their turns, whatever comes of them. It is for sets in which most tasks are solved or hopeless.
+    proportion to p(1 - p) of the pass rate p. uniform: tasks have their turns.
     """
     passes: float = 1.0
-    """The reward from which a rollout has passed, here and in the pass@k of evaluations; larger asks
-    more. It is for rewards that do not lie between 0 and 1.
+    """The reward from which a rollout has passed, here and in the pass@k of evaluations; larger
+    asks more.
     """
 
     @property

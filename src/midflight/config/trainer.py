@@ -12,8 +12,8 @@ from midflight.config.section import Above0, Count, Fraction, NonNegative, Posit
 class TrainerSection(Section):
     learning_rate: Rate = 3e-4
     """Peak step size of AdamW; larger learns faster, until the model forgets its skills. Default
-    with `model.path`, by the number of parameters: 0.0003 up to 3 million, 2e-05 at 135 million,
-    1e-06 from 7 billion; ten times that with `[lora]`.
+    with `model.path`: 0.0003 up to 3 million parameters, 2e-05 at 135 million, 1e-06 from 7
+    billion; ten times that with `[lora]`.
     """
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate falls from its peak to zero over the run."""
@@ -22,25 +22,21 @@ class TrainerSection(Section):
     weight_decay: NonNegative = 0.0
     """AdamW's decoupled decay; larger shrinks weights more. It is for recipes that have it."""
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """AdamW's decay of the mean of squared gradients; larger remembers more steps. 0.999 is
-    torch's and TRL's default. It is for recipes of these.
-    """
+    """AdamW's decay of the mean of squared gradients; larger remembers more steps."""
     max_grad_norm: Above0 = 1.0
     """Gradients of larger L2 norm are scaled down to it. It is for recipes that have another bound.
     """
     micro_batch_tokens: Positive = 2048
     """Tokens of one forward and backward; larger takes more memory, and is faster on GPUs alone.
-    Default with `model.path`: 4096 on GPUs; on CPUs as many as an eighth of the machine's memory
-    holds activations of, from 512 to 2048.
+    Default with `model.path`: 4096 on GPUs; on CPUs 512 to 2048, by memory.
     """
     updates_per_step: Positive = 1
     """Mini-batch updates in a step; above 1 the proximal policy is computed at the step's start. It
     is for recipes of PPO.
     """
     epochs_per_step: Annotated[int, Field(ge=1, le=1000)] = 1
-    """How often a step trains on its batch (µ of GRPO, PPO's epochs), each time with
-    `updates_per_step` updates; larger learns more from a batch, and goes further from the policy
-    that sampled it. It is for recipes of PPO too.
+    """How often a step trains on its batch (µ of GRPO, PPO's epochs); larger learns more from it,
+    and goes further from the policy that sampled it.
     """
     on_alarm: Literal["warn", "skip", "stop"] = "warn"
     """The effect of a reading that says that training is off its distribution: warn, skip the step,
@@ -52,23 +48,20 @@ class TrainerSection(Section):
     """
     compute_dtype: Literal["auto", "bfloat16"] = "auto"
     """Precision of the forward and backward; `auto` is that of the weights. bfloat16 beside float32
-    weights is faster on GPUs and slower on CPUs without AMX; the optimiser keeps the full
-    precision.
+    weights is faster on GPUs and slower on CPUs without AMX.
     """
     activation_checkpointing: bool = False
     """Keep only each layer's input for the backward and compute the rest again: less memory, about
-    a third more time. It is for models that do not fit otherwise.
+    a third more time.
     """
     compile: bool = False
-    """Compile the layers' feed-forward parts with torch.compile: slower to start, and no faster on
-    CPUs. It is for GPUs, on which it was not measured.
+    """Compile the layers' feed-forward parts: slower to start, no faster on CPUs, not measured on
+    GPUs.
     """
     threads: Positive = 1
     """CPU threads of one trainer process."""
     device: str = "cpu"
-    """The device that the trainer computes on: `cpu`, `cuda`, which gives each rank a GPU of its
-    own, the lowest that `engine.servers` leaves, or such as `cuda:1`.
-    """
+    """The device of the trainer: `cpu`, `cuda` (a GPU for each rank), or such as `cuda:1`."""
     checkpoint_every: Count = 50
     """Steps between checkpoints; 0 saves at the end only."""
     keep_checkpoints: Positive = 2
@@ -82,14 +75,12 @@ class WarmStartSection(Section):
     """
 
     data: Path | None = None
-    """Conversations to learn from, such as one of a tool's use, as JSON lines with `messages`
-    (OpenAI's, with their tool calls) and, where the model should see some, `tools`. Every message
-    of the assistant is learnt. None learns the `answer` of the sources' tasks.
+    """Conversations to learn from, as JSON lines with `messages` (OpenAI's) and optional `tools`.
+    Every message of the assistant is learnt. None learns the `answer` of the sources' tasks.
     """
     target_accuracy: Fraction | None = None
-    """Stop once held-out exact match, sampled at the run's temperature, reaches this: of held-out
-    tasks of the first source, or of the assistant's messages in an eighth of the conversations;
-    larger trains longer. Without it `data` is learnt for `max_steps`.
+    """Stop once held-out exact match reaches this: of held-out tasks of the first source, or of an
+    eighth of the conversations; larger trains longer. Without it `data` is learnt for `max_steps`.
     """
     learning_rate: Rate = 2e-3
     """Peak step size; larger learns faster, until the model forgets its skills. Default with
