@@ -163,6 +163,21 @@ async def goose(task: str, *, folder: Path, home: Path, url: str, key: str = "an
     return await run([*command, "-t", task], folder=folder, environ=surroundings(home, **reach, **silent))
 
 
+async def gemini_cli(task: str, *, folder: Path, home: Path, url: str, key: str = "any") -> Ended:
+    """`url` without `/v1`: its SDK adds `/v1beta`. It sends a sampling of its own, unless its settings of the model say otherwise."""
+    settings = {
+        "general": {"enableAutoUpdate": False},
+        "privacy": {"usageStatisticsEnabled": False},
+        "security": {"auth": {"selectedType": "gemini-api-key"}, "folderTrust": {"enabled": False}},
+        "tools": {"useRipgrep": False},
+    }
+    (home / ".gemini").mkdir(exist_ok=True)
+    (home / ".gemini" / "settings.json").write_text(json.dumps(settings))
+    command: list[str | Path] = ["node", MODULES / "@google" / "gemini-cli" / "bundle" / "gemini.js", "-p", task, "--yolo"]
+    reach = {"GOOGLE_GEMINI_BASE_URL": url, "GEMINI_API_KEY": key, "GEMINI_MODEL": "policy"}
+    return await run(command, folder=folder, environ=surroundings(home, **reach))
+
+
 async def aider(task: str, *, folder: Path, home: Path, url: str, test: str) -> Ended:
     """`url` with its `/v1`. What `test` says after an edit goes back to the model. Its key says its name, which its SDK's requests do not.
     It asks at temperature 0, of which no token is trained, unless its settings of the model say otherwise."""

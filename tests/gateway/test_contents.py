@@ -202,7 +202,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"generationConfig": {"speechConfig": {}}}, "generationConfig.speechConfig", "answers are text"),
     ({"generationConfig": {"responseMimeType": "image/png"}}, "generationConfig.responseMimeType", "image/png"),
     ({"generationConfig": {"responseMimeType": "text/x.enum"}}, "generationConfig.responseSchema", "enum"),
-    ({"generationConfig": {"responseSchema": SCHEMA}}, "generationConfig.responseSchema", "application/json"),
+    ({"generationConfig": {"responseSchema": SCHEMA}}, "generationConfig.responseMimeType", "application/json"),
     ({"generationConfig": {"responseMimeType": "application/json", "responseSchema": SCHEMA, "responseJsonSchema": {}}}, "generationConfig.responseJsonSchema", "one of them"),
     ({"generationConfig": {"logprobs": 2}}, "generationConfig.logprobs", "responseLogprobs"),
     ({"generationConfig": {"topP": 0}}, "generationConfig.topP", "0"),
@@ -258,7 +258,7 @@ def parts_of(body: dict[str, Any]) -> list[dict[str, Any]]:
         ("yoyo", 2, "MAX_TOKENS", [{"text": "yo"}]),
         ("<|end|>", 90, "STOP", [{"text": ""}]),
         (f"So.{TOLD}<|end|>", 200, "STOP", [{"text": "So."}, {"functionCall": {"name": "weather", "args": {"city": "Rome"}}}]),
-        (TOLD, 55, "MAX_TOKENS", [{"functionCall": {"name": "weather", "args": {"city": "R"}}}]),
+        (TOLD, 55, "MAX_TOKENS", [{"functionCall": {"name": "weather", "args": {}}}]),
         ("<think>hm</think>yo<|end|>", 90, "STOP", [{"text": "hm", "thought": True}, {"text": "yo"}]),
     ],
 )

@@ -114,10 +114,10 @@ BODIES: dict[str, tuple[type, dict[str, Any]]] = {
                 {"functionDeclarations": [{"name": "weather", "description": "d", "parameters": GOOGLES}]},
                 {"functionDeclarations": [{"name": "clock", "parametersJsonSchema": SCHEMA}]},
             ],
-            "toolConfig": {"functionCallingConfig": {"mode": "ANY", "allowedFunctionNames": ["weather"]}},
+            "toolConfig": {"functionCallingConfig": {"mode": "AUTO"}},
             "generationConfig": {
                 "temperature": 0.5, "topP": 0.9, "topK": 3, "maxOutputTokens": 9, "stopSequences": ["x"], "seed": 1, "candidateCount": 1,
-                "responseMimeType": "application/json", "responseSchema": GOOGLES, "responseLogprobs": True, "logprobs": 2,
+                "responseMimeType": "application/json", "responseSchema": GOOGLES, "responseLogprobs": True,
                 "thinkingConfig": {"includeThoughts": True, "thinkingBudget": 4, "thinkingLevel": "LOW"},
             },
         },

@@ -111,6 +111,12 @@ class ContentReader:
     def _role(self, content: Part, param: str) -> str:
         """The role. A content without one is the user's."""
         role = content.get("role") or "user"
+        parts = content.get("parts")
+        if content.get("role") is None and isinstance(parts, list) and any(map(_calls, parts)):
+            raise RequestRejected(
+                f"{param}.role is missing: send model, because the content holds a functionCall.",
+                param=f"{param}.role",
+            )
         if role not in ("user", "model", "function"):
             raise RequestRejected(
                 f"{param}.role is {role!r:.80}: send one of user, model.", param=f"{param}.role"
@@ -122,8 +128,7 @@ class ContentReader:
             raise RequestRejected(
                 f"{param} is {content!r:.80}: send an object with parts.", param=param
             )
-        if len(content) > len(_OF_CONTENT):
-            self._unread.rest(content, _OF_CONTENT, param)
+        self._unread.rest(content, _OF_CONTENT, param)
         parts = content.get("parts")
         if parts is None:
             parts = []
@@ -223,9 +228,12 @@ class ContentReader:
                 param=f"{each.inner}.parts",
             )
         fields.typed(held, each.inner, {"id": str})
-        if len(held) > len(read) or not held.keys() <= read:
-            self._unread.rest(held, read, each.inner)
+        self._unread.rest(held, read, each.inner)
         return held
+
+
+def _calls(part: JsonValue) -> bool:
+    return isinstance(part, dict) and ("functionCall" in part or "function_call" in part)
 
 
 def _text(parts: Sequence[_PlacedPart], *, thought: bool = False) -> str:
@@ -405,7 +413,9 @@ class GenerationConfig(_GOOGLE.on(fields.CamelBody)):
             return self._without_schema(kind)
         if kind == "text/plain":
             raise RequestRejected(
-                f"{param} is there without a responseMimeType: send {_JSON} with it.", param=param
+                f"generationConfig.responseMimeType is {self.response_mime_type!r} beside {param}: "
+                f"send {_JSON}.",
+                param="generationConfig.responseMimeType",
             )
         if kind == _ENUM:
             choices = schema.get("enum") if isinstance(schema, dict) else None

@@ -58,7 +58,7 @@ def _ordered(schema: dict[str, JsonValue], order: list[JsonValue]) -> dict[str, 
     properties = schema.get("properties")
     if not isinstance(properties, dict):
         return schema
-    names = [str(name) for name in order if name in properties]
+    names = [name for name in order if isinstance(name, str) and name in properties]
     names += [name for name in properties if name not in names]
     return {**schema, "properties": {name: properties[name] for name in names}}
 

@@ -20,6 +20,9 @@ _EMBEDS = "the model generates, and embeds nothing; leave that to another server
 _FILES = "no files are kept here; write their text into the messages"
 _LIVE = "the model reads and writes text, over HTTP; POST /v1/responses with stream"
 _PICTURES = "the model reads and writes text alone; leave pictures and films to another server"
+_CALLS = "nobody is called here; read the stream, or wait for the answer"
+_STORES = "nothing is searched here; give the model a tool that searches in the agent's own program"
+_TRAINS = "`midflight train` trains the model that is served here"
 _SOUND = "the model reads and writes text alone; leave sound to another server"
 _JUDGED = "nothing is moderated here; judge answers in the reward of an environment"
 _MACHINES = "tools run in the agent's own program, or in the sandbox of an environment"
@@ -44,7 +47,7 @@ NOT_OFFERED: Mapping[str, str] = {
     "/v1/environments": _MACHINES,
     "/v1/evals": "`midflight evaluate` scores held-out tasks",
     "/v1/files": _FILES,
-    "/v1/fine_tuning": "`midflight train` trains the model that is served here",
+    "/v1/fine_tuning": _TRAINS,
     "/v1/images": _PICTURES,
     "/v1/live": _LIVE,
     "/v1/memory_stores": _AGENTS,
@@ -70,12 +73,32 @@ NOT_OFFERED: Mapping[str, str] = {
     "/v1/uploads": _FILES,
     "/v1/user_profiles": _ACCOUNTS,
     "/v1/vaults": "no secrets are kept here; the agent's own program holds them",
-    "/v1/vector_stores": (
-        "nothing is searched here; give the model a tool that searches in the agent's own program"
-    ),
+    "/v1/vector_stores": _STORES,
     "/v1/videos": _PICTURES,
-    "/v1/webhook_endpoints": "nobody is called here; read the stream, or wait for the answer",
-    "/v1/webhook_event_types": "nobody is called here; read the stream, or wait for the answer",
+    "/v1/webhook_endpoints": _CALLS,
+    "/v1/webhook_event_types": _CALLS,
+    "/upload/v1beta/environments": _MACHINES,
+    "/upload/v1beta/files": _FILES,
+    "/upload/v1beta/fileSearchStores": _STORES,
+    "/v1beta/agents": _AGENTS,
+    "/v1beta/auth_tokens": _ACCOUNTS,
+    "/v1beta/batches": _BATCHES,
+    "/v1beta/cachedContents": (
+        "engines find common prefixes by themselves; send the whole conversation as contents"
+    ),
+    "/v1beta/credentials": "no secrets are kept here; the agent's own program holds them",
+    "/v1beta/decisions": _JUDGED,
+    "/v1beta/environments": _MACHINES,
+    "/v1beta/fileSearchStores": _STORES,
+    "/v1beta/files": _FILES,
+    "/v1beta/files:register": _FILES,
+    "/v1beta/interactions": _AGENTS,
+    "/v1beta/operations": "nothing is made in the background; an answer comes when it is whole",
+    "/v1beta/triggers": _AGENTS,
+    "/v1beta/tunedModels": _TRAINS,
+    "/v1beta/voices": _SOUND,
+    "/v1beta/webhooks": _CALLS,
+    "/ws": _LIVE,
     "/v1beta/models/*": "there is one model, that of the run, which no client changes",
     "/v1beta/models/*:embedContent": _EMBEDS,
     "/v1beta/models/*:batchEmbedContents": _EMBEDS,
@@ -88,7 +111,7 @@ NOT_OFFERED: Mapping[str, str] = {
 anything. Google's paths end in a verb.
 """
 _MODELS = "/v1beta/models/*"
-_GOOGLES = re.compile("(/upload)?/v1(alpha|beta)/")
+_GOOGLES = re.compile("(/upload)?/v1beta/")
 
 
 def row_of(path: str) -> str | None:
