@@ -53,7 +53,8 @@ Prompts with tools need room: `midflight new-model DIR --set model.max_context=4
 [opens them](sessions.md#sessions-over-http).
 
 **How much of it is trained** is said [in the head of each answer](gateway.md#sampling-in-every-dialect). Copilot CLI, griptape and aider send a
-temperature of their own, and train nothing until they are told not to, or until `gateway.sampling = "run"`. For every other client here the tests demand
+temperature of their own, and train nothing until they are told not to, or until `gateway.sampling = "run"`. So does Gemini CLI with its
+`topP` and `topK`, but for the embedded engine, which trains [truncated sampling](algorithms.md#truncated-sampling). For every other client here the tests demand
 a share of 0.95 at least. `midflight.testing.commands.ScriptedCommands` stands in for a model when you try a harness
 ([test_any_agent.py](../tests/coding_agents/test_any_agent.py)).
 
@@ -68,6 +69,8 @@ they sent.
 NAMES = {
     "claude-cli": "Claude Code",
     "codex_exec": "Codex",
+    "GeminiCLI-tui": "Gemini CLI",
+    "google-genai-sdk": "google-genai",
     "QwenCode": "Qwen Code",
     "ai-sdk": "AI SDK",
     "OpenAI-JS": "openai (npm)",

@@ -160,7 +160,7 @@ def _resources(cls: type, path: str = "") -> Iterator[tuple[type, str]]:
         if found is not None:
             yield found, f"{path}{name}"
             yield from _resources(found, f"{path}{name}.")
-    for name, annotation in cls.__dict__.get("__annotations__", {}).items():
+    for name, annotation in inspect.get_annotations(cls).items():
         inner = getattr(sys.modules[cls.__module__], str(annotation), None)
         if inspect.isclass(inner) and inner.__module__.startswith(_OF_GOOGLE):
             yield inner, f"{path}{name}"

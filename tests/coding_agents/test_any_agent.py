@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from tests.coding_agents.clis import Ended, claude_code, codex, copilot, gemini_cli, goose, opencode, qwen_code
+from tests.coding_agents.clis import Ended, claude_code, codex, copilot, gemini_cli, goose, opencode, openhands, qwen_code
 from tests.coding_agents.desk import check_every_token_is_trained_once, desk, scratch, told
 from tests.shares import check_trained_share
 
@@ -30,6 +30,7 @@ AGENTS: dict[str, tuple[Running, bool]] = {
     "copilot": (copilot, True),
     "goose": (goose, True),
     "gemini cli": (gemini_cli, False),
+    "openhands": (openhands, True),
 }
 """Each with whether its base URL ends in `/v1`."""
 SETS_ITS_OWN = {"copilot", "gemini cli"}

@@ -72,8 +72,8 @@ class ContentsExchange:
         return ()
 
     def frames(self, reply: Reply, event: Event) -> Iterable[Json]:
-        """One part is held back until the next one or the end: SDKs keep no content of a stream
-        that is empty, so the end comes with the last part.
+        """One part is held back until the next one or the end, so that the end comes with the last
+        part: SDKs before 3 drop an answer from their history if a content of it is empty.
         """
         stream = self._stream_of(reply, event.index)
         if isinstance(event, News):
