@@ -78,6 +78,10 @@ WORDS: dict[tuple[str, str], str] = {
     ("POST", "/v1beta/models/{}:countTokens"): "how many tokens contents have",
     ("GET", "/v1beta/models"): "the model that is served",
     ("GET", "/v1beta/models/{}"): "the same, by its name",
+    (
+        "GET",
+        "/v1beta/models/{}/operations/{}",
+    ): "**refused** by 404: nothing is made in the background",
 }
 """What is answered, by verb and path."""
 
@@ -240,7 +244,7 @@ def _of_resource(resource: type, name: str) -> tuple[str, str]:
 
 _OF_GOOGLE = "google.genai"
 _LIVE = "/ws/google.ai.generativelanguage.v1beta.GenerativeService.BidiGenerateContent"
-_NAMED = re.compile(r"path = f?'([^']+)'(?!\.format_map)")
+_NAMED = re.compile(r"path = f?'((?!\{path\})[^']+)'(?!\.format_map)")
 _ASKED = re.compile(r"_api_client\.(?:request|request_streamed)\(\s*'(\w+)'")
 _GENERATED = re.compile(r'method="(\w+)",\s*path="(/upload)?/\{api_version\}(/[^"]*)"')
 _INNER = re.compile(r"(?:self|super\(\))\.(\w+)\b")
@@ -249,6 +253,7 @@ _STANDS_FOR: dict[str, str] = {
     "caches": "cachedContents/{}",
     "tunings": "tunedModels/{}",
     "operations": "models/{}/operations/{}",
+    "environments.files": "environments/{}",
     "file_search_stores": "fileSearchStores/{}",
     "file_search_stores.documents": "fileSearchStores/{}/documents/{}",
 }
@@ -292,6 +297,10 @@ def _googles_request(
         if "_api_client.download_file(" in source:
             files = re.search(r"path = \(?\s*f'([^']+)'", source)
             return "GET", files[1] if files else ""
+        internal = re.search(r"self\._internal\.(\w+)\(", source)
+        if internal is not None:
+            module = importlib.import_module("google.genai._gaos._internal")
+            return _googles_request(module.Internal, internal[1])
         for inner in _INNER.findall(source):
             if inner in (*seen, name):
                 continue

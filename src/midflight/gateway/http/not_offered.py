@@ -93,7 +93,6 @@ NOT_OFFERED: Mapping[str, str] = {
     "/v1beta/files": _FILES,
     "/v1beta/files:register": _FILES,
     "/v1beta/interactions": _AGENTS,
-    "/v1beta/operations": "nothing is made in the background; an answer comes when it is whole",
     "/v1beta/triggers": _AGENTS,
     "/v1beta/tunedModels": _TRAINS,
     "/v1beta/voices": _SOUND,
