@@ -35,7 +35,7 @@ While `midflight serve` runs ([a program](demo.md#what-to-do-with-it)):
 | Gemini CLI | `GOOGLE_GEMINI_BASE_URL=http://127.0.0.1:8000`, any `GEMINI_API_KEY`, `GEMINI_MODEL=policy` |
 | `openai`: chats, completions, responses | `base_url="http://127.0.0.1:8000/v1"` |
 | `anthropic` | `base_url="http://127.0.0.1:8000"`: its SDK adds the `/v1` |
-| `google-genai` | `http_options={"base_url": "http://127.0.0.1:8000"}`: its SDK adds the `/v1beta` |
+| `google-genai` | `http_options={"base_url": "http://127.0.0.1:8000"}`: its SDK adds the `/v1beta`, or `/v1` |
 | the AI SDK | `createOpenAI({ baseURL: "http://127.0.0.1:8000/v1" })` |
 | `openai-agents` | `OpenAIResponsesModel(...)` or `OpenAIChatCompletionsModel(...)` with `openai_client=AsyncOpenAI(base_url=...)` |
 | `langchain-openai` | `ChatOpenAI(base_url=...)`, with `use_responses_api` or without |

@@ -20,8 +20,13 @@ class Colour(BaseModel):
     number: int
 
 
+CLIENTS: list[Any] = []
+
+
 def client(url: str, key: str = "any") -> Any:
-    return genai.Client(api_key=key, http_options={"base_url": url})
+    """It is kept, because one that nobody holds closes its connections."""
+    CLIENTS.append(genai.Client(api_key=key, http_options={"base_url": url}))
+    return CLIENTS[-1]
 
 
 def get_weather(city: str) -> str:

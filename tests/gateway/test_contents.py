@@ -342,6 +342,18 @@ def test_a_session_is_named_by_the_path_or_wherever_googles_clients_put_their_ke
     run_virtual(main())
 
 
+def test_both_versions_of_googles_paths_answer_the_same() -> None:
+    async def main() -> None:
+        async with offered(ScriptedGenerator(texts=["yo<|end|>"] * 4), limits=ROOMY) as it:
+            for path in (CONTENTS, streamed(CONTENTS), COUNT):
+                told = [(await post(it, path=path.replace("v1beta", version))) for version in ("v1beta", "v1")]
+                for body in [each for one in told for each in (one if isinstance(one, list) else [one])]:
+                    body.pop("responseId", None)
+                assert told[0] == told[1]
+
+    run_virtual(main())
+
+
 def test_several_candidates_are_numbered_and_their_prompt_counts_once() -> None:
     async def main() -> None:
         async with offered(ScriptedGenerator(), limits=ROOMY) as it:
@@ -380,6 +392,9 @@ def test_log_probabilities_are_told_with_their_tokens() -> None:
         (streamed(CONTENTS).partition("?")[0], {}, 400, "INVALID_ARGUMENT"),
         (COUNT, {"contents": None}, 400, "INVALID_ARGUMENT"),
         (CONTENTS.replace("generateContent", "embedContent"), {}, 404, "NOT_FOUND"),
+        ("/v1/models/policy:predictLongRunning", {}, 404, "NOT_FOUND"),
+        ("/v1/cachedContents", {}, 404, "NOT_FOUND"),
+        ("/v1/models/gemini:generateContent", {}, 404, "NOT_FOUND"),
         ("/v1beta/cachedContents", {}, 404, "NOT_FOUND"),
     ],
 )
@@ -434,6 +449,8 @@ def test_the_model_is_listed_and_looked_up_in_googles_words() -> None:
             (model,) = (await it.http.get("/v1beta/models")).json()["models"]
             assert (model["name"], model["inputTokenLimit"]) == ("models/policy", 256)
             assert (await it.http.get("/v1beta/models/policy")).json() == model
+            assert (await it.http.get("/v1/models")).json()["models"] == [model]
+            assert (await it.http.get("/v1/models/policy")).json().items() >= model.items()
             assert (await it.http.get("/v1beta/models/gemini")).json()["error"]["status"] == "NOT_FOUND"
 
     run_virtual(main())

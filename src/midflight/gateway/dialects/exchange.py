@@ -125,6 +125,8 @@ class Dialect:
     """`{model}` in it stands for the name of the model."""
     exchange: Callable[[bytes], Exchange]
     """Parses a body; raises `RequestRejected`."""
+    also: tuple[str, ...] = ()
+    """Other paths at which it answers."""
     addressed: Callable[[bytes, Mapping[str, str]], Exchange] | None = None
     """Parses a body in a dialect that reads the address too: `model` of its path, and its query."""
     keeping: Callable[[bytes, KeptResponses], Exchange] | None = None

@@ -42,6 +42,7 @@ def _of_google(verb: str, exchange: type[ContentsExchange]) -> Dialect:
     return Dialect(
         f"/v1beta/models/{{model}}:{verb}",
         exchange,
+        also=(f"/v1/models/{{model}}:{verb}",),
         addressed=exchange,
         fault=contents_fault,
         broken=told_bare,
@@ -85,9 +86,10 @@ def build_app(
 
     `now` gives Unix seconds for the `created` field and is used for nothing else.
     """
-    endpoints = {
-        dialect.path: CompletionEndpoint(gateway, dialect, now=now) for dialect in DIALECTS
-    }
+    endpoints: dict[str, ASGIApp] = {}
+    for dialect in DIALECTS:
+        endpoint = CompletionEndpoint(gateway, dialect, now=now)
+        endpoints |= dict.fromkeys((dialect.path, *dialect.also), endpoint)
     routes: list[BaseRoute] = []
     for prefix in ("/s/{token}", ""):
         for path, endpoint in endpoints.items():

@@ -21,7 +21,8 @@ from midflight.types import Json
 from midflight.wire.edge import key_of, read_body
 from midflight.wire.routes import json_answer, route
 
-COUNT = "/v1beta/models/{model:path}:countTokens"
+COUNT = "/models/{model:path}:countTokens"
+"""Google's path behind its version."""
 
 
 class Lookups:
@@ -43,9 +44,10 @@ class Lookups:
                 route(prefix + path, self._models, method="GET")
                 for path in ("/v1/models", "/v1/models/{model:path}")
             ]
-            found.append(
-                route(prefix + COUNT, self._count_contents, fault=contents_fault),
-            )
+            found += [
+                route(prefix + version + COUNT, self._count_contents, fault=contents_fault)
+                for version in ("/v1beta", "/v1")
+            ]
             found += [
                 route(prefix + path, self._googles_models, method="GET", fault=contents_fault)
                 for path in ("/v1beta/models", "/v1beta/models/{model:path}")
@@ -94,30 +96,34 @@ class Lookups:
     async def _googles_models(self, request: Request) -> Response:
         """The one model, as Google's clients read it."""
         self._session(request)
-        name = self._gateway.model
-        most = self._gateway.limits.max_context
-        methods: Json = ["generateContent", "countTokens"]
-        model: Json = {
-            "name": f"models/{name}",
-            "baseModelId": name,
-            "version": "1",
-            "displayName": name,
-            "inputTokenLimit": most,
-            "outputTokenLimit": most,
-            "supportedGenerationMethods": methods,
-        }
+        model = self._as_googles()
         asked = request.path_params.get("model")
         if asked is None:
             return json_answer({"models": [model]})
         self._gateway.check_model(asked)
         return json_answer(model)
 
+    def _as_googles(self) -> dict[str, Json]:
+        name = self._gateway.model
+        most = self._gateway.limits.max_context
+        return {
+            "name": f"models/{name}",
+            "baseModelId": name,
+            "version": "1",
+            "displayName": name,
+            "inputTokenLimit": most,
+            "outputTokenLimit": most,
+            "supportedGenerationMethods": ["generateContent", "countTokens"],
+        }
+
     async def _models(self, request: Request) -> Response:
-        """The one model, as an object that the clients of OpenAI and of Anthropic both read."""
+        """The one model, as an object that the clients of OpenAI, Anthropic and Google all read."""
         self._session(request)
         name = self._gateway.model
         limits = self._gateway.limits
+        googles = self._as_googles()
         model: Json = {
+            **googles,
             "id": name,
             "object": "model",
             "created": self._created,
@@ -136,6 +142,7 @@ class Lookups:
                 {
                     "object": "list",
                     "data": [model],
+                    "models": [googles],
                     "has_more": False,
                     "first_id": name,
                     "last_id": name,

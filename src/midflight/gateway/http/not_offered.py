@@ -107,7 +107,7 @@ NOT_OFFERED: Mapping[str, str] = {
     "/v1beta/models/*:predictLongRunning": _PICTURES,
 }
 """What to do instead, by the beginning of the path. The longest beginning counts. A `*` stands for
-anything. Google's paths end in a verb.
+anything. Google's paths end in a verb, and stand for those of its version `v1` too.
 """
 _MODELS = "/v1beta/models/*"
 _GOOGLES = re.compile("(/upload)?/v1beta/")
@@ -116,8 +116,12 @@ _GOOGLES = re.compile("(/upload)?/v1beta/")
 def row_of(path: str) -> str | None:
     """The row for a path, or `None` if no SDK has a method there."""
     by_verb = f"{_MODELS}:{path.rpartition(':')[2]}"
-    if path.startswith("/v1beta/models/") and by_verb in NOT_OFFERED:
+    if path.startswith(("/v1beta/models/", "/v1/models/")) and by_verb in NOT_OFFERED:
         return by_verb
+    return _beginning_of(path) or _beginning_of(path.replace("/v1/", "/v1beta/", 1))
+
+
+def _beginning_of(path: str) -> str | None:
     beginning = path
     while beginning:
         if beginning in NOT_OFFERED:
@@ -139,6 +143,6 @@ def refusal(method: str, path: str, headers: Mapping[bytes, bytes]) -> Fault | N
     if row is None:
         return None
     error = NotOffered(f"{method} {asked[:200]} is not offered here: {NOT_OFFERED[row]}.")
-    if _GOOGLES.match(row):
+    if _GOOGLES.match(row) or b"x-goog-api-key" in headers:
         return contents_fault(error)
     return messages_fault(error) if b"anthropic-version" in headers else fault_of(error)
