@@ -33,6 +33,7 @@ While `midflight serve` runs ([a program](demo.md#what-to-do-with-it)):
 | Copilot CLI | `COPILOT_PROVIDER_BASE_URL` (that address), `COPILOT_PROVIDER_API_KEY`, `COPILOT_MODEL=policy`, `COPILOT_OFFLINE=true` |
 | goose | `GOOSE_PROVIDER=openai`, `GOOSE_MODEL=policy`, `OPENAI_HOST=http://127.0.0.1:8000`, `OPENAI_BASE_PATH=v1/chat/completions` |
 | Gemini CLI | `GOOGLE_GEMINI_BASE_URL=http://127.0.0.1:8000`, any `GEMINI_API_KEY`, `GEMINI_MODEL=policy` |
+| OpenHands | its SDK with Python 3.12 or newer: `LLM(model="openai/policy", base_url="http://127.0.0.1:8000/v1", api_key=...)` |
 | `openai`: chats, completions, responses | `base_url="http://127.0.0.1:8000/v1"` |
 | `anthropic` | `base_url="http://127.0.0.1:8000"`: its SDK adds the `/v1` |
 | `google-genai` | `http_options={"base_url": "http://127.0.0.1:8000"}`: its SDK adds the `/v1beta`, or `/v1` |
