@@ -83,7 +83,9 @@ class ContentReader:
         self._num_calls = 0
         self._open: list[_OpenCall] = []
 
-    def conversation(self, system: JsonValue, contents: Sequence[Part]) -> tuple[Message, ...]:
+    def conversation(
+        self, system: JsonValue, contents: Sequence[dict[str, JsonValue]]
+    ) -> tuple[Message, ...]:
         """The whole conversation, the system text first. Raises `RequestRejected` that names the
         part.
         """
@@ -249,7 +251,7 @@ def _told(response: Mapping[str, JsonValue], param: str) -> str:
     """What a function returned, as text. One value that is wrapped is unwrapped."""
     value: JsonValue = dict(response)
     for name in _WRAPPED:
-        if response.keys() == {name}:
+        if list(response) == [name]:
             value = response[name]
     return value if isinstance(value, str) else chat_messages.json_text(value, param)
 
