@@ -19,8 +19,12 @@ from tests.shares import check_trained_share
 from midflight.testing.commands import ScriptedCommands
 
 RULE = ScriptedCommands(
-    "TASK-SHELL", ("cat a.txt b.txt", "sed -i s/two/TWO/ a.txt", "cat a.txt"), end="Finished: a.txt says TWO.", aside="A task"
+    "TASK-SHELL",
+    ("cat a.txt b.txt", "sed s/two/TWO/ a.txt > new.txt && mv new.txt a.txt", "cat a.txt"),
+    end="Finished: a.txt says TWO.",
+    aside="A task",
 )
+"""Qwen Code refuses `sed -i` on a file that its own tool has not read."""
 Running = Callable[..., Awaitable[Ended]]
 AGENTS: dict[str, tuple[Running, bool]] = {
     "claude code": (claude_code, False),
