@@ -100,9 +100,12 @@ test-clients-all: test-clients $(VENV)-clients-frameworks/.done $(VENV)-clients-
 	        -c /dev/null --rootdir tests/clients --confcutdir tests/clients tests/clients/test_frameworks.py || exit 1; \
 	done
 
-# Coding agents do whole tasks against a scripted model. They come from npm and PyPI, into folders of their own: about 1.8 GB.
-test-coding-agents: $(VENV)/.dev $(VENV)-coding-agents/.done $(VENV)-aider/.done
+# Coding agents do whole tasks against a scripted model. They come from npm and PyPI, into folders of their own: about 2.5 GB.
+# OpenHands wants Python 3.12 or newer. Where there is none it is left out, and its tests say so; OPENHANDS_PYTHON names one.
+OPENHANDS_PYTHON ?= $(shell command -v python3.13 || command -v python3.12)
+test-coding-agents: $(VENV)/.dev $(VENV)-coding-agents/.done $(VENV)-aider/.done $(if $(OPENHANDS_PYTHON),$(VENV)-openhands/.done)
 	MIDFLIGHT_CODING_AGENTS=$(CURDIR)/$(VENV)-coding-agents/node_modules MIDFLIGHT_AIDER=$(CURDIR)/$(VENV)-aider/bin/aider \
+	    MIDFLIGHT_OPENHANDS=$(CURDIR)/$(VENV)-openhands/bin/python \
 	    $(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=300' tests/coding_agents
 
 # Every page that has something to run, done from its first block to its last. `python -m tests.pages` says what is not run, and why.
@@ -235,7 +238,7 @@ $(VENV)/.dev: $(VENV)/.demo
 # $(1): the environment and its lock; $(2): what is asked for; $(3): with `common`, the packages of the common environment stand behind its own.
 define environment
 $(VENV)-$(1)/.done: $(2) locks/$(1).txt $(if $(3),$(VENV)/.demo)
-	$(PYTHON) -m venv $$(@D)
+	$$(PYTHON) -m venv $$(@D)
 	$$(@D)/bin/python $(PIP_INSTALL) $(call locked,midflight) uv
 	$$(@D)/bin/python -m uv pip install --quiet --python $$(@D)/bin/python $(call locked,$(1)) -r $(2) \
 	    || $$(@D)/bin/python $(PIP_INSTALL) $(call locked,$(1)) -r $(2)
@@ -245,6 +248,8 @@ endef
 $(eval $(call environment,site,tools/requirements-site.txt))
 $(eval $(call environment,ops,ops/requirements.txt))
 $(eval $(call environment,aider,tests/coding_agents/requirements.txt))
+$(eval $(call environment,openhands,tests/coding_agents/requirements-openhands.txt))
+$(VENV)-openhands/.done: PYTHON = $(OPENHANDS_PYTHON)
 $(eval $(call environment,clients,tests/clients/requirements.txt))
 $(eval $(call environment,clients-openai2,tests/clients/requirements-openai2.txt))
 $(eval $(call environment,clients-frameworks,tests/clients/requirements-frameworks.txt))

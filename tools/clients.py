@@ -32,8 +32,11 @@ While `midflight serve` runs ([a program](demo.md#what-to-do-with-it)):
 | opencode | a provider with `npm = "@ai-sdk/openai-compatible"` and that address as its `baseURL` |
 | Copilot CLI | `COPILOT_PROVIDER_BASE_URL` (that address), `COPILOT_PROVIDER_API_KEY`, `COPILOT_MODEL=policy`, `COPILOT_OFFLINE=true` |
 | goose | `GOOSE_PROVIDER=openai`, `GOOSE_MODEL=policy`, `OPENAI_HOST=http://127.0.0.1:8000`, `OPENAI_BASE_PATH=v1/chat/completions` |
+| Gemini CLI | `GOOGLE_GEMINI_BASE_URL=http://127.0.0.1:8000`, any `GEMINI_API_KEY`, `GEMINI_MODEL=policy` |
+| OpenHands | its SDK with Python 3.12 or newer: `LLM(model="openai/policy", base_url="http://127.0.0.1:8000/v1", api_key=...)` |
 | `openai`: chats, completions, responses | `base_url="http://127.0.0.1:8000/v1"` |
 | `anthropic` | `base_url="http://127.0.0.1:8000"`: its SDK adds the `/v1` |
+| `google-genai` | `http_options={"base_url": "http://127.0.0.1:8000"}`: its SDK adds the `/v1beta`, or `/v1` |
 | the AI SDK | `createOpenAI({ baseURL: "http://127.0.0.1:8000/v1" })` |
 | `openai-agents` | `OpenAIResponsesModel(...)` or `OpenAIChatCompletionsModel(...)` with `openai_client=AsyncOpenAI(base_url=...)` |
 | `langchain-openai` | `ChatOpenAI(base_url=...)`, with `use_responses_api` or without |
@@ -51,7 +54,8 @@ Prompts with tools need room: `midflight new-model DIR --set model.max_context=4
 [opens them](sessions.md#sessions-over-http).
 
 **How much of it is trained** is said [in the head of each answer](gateway.md#sampling-in-every-dialect). Copilot CLI, griptape and aider send a
-temperature of their own, and train nothing until they are told not to, or until `gateway.sampling = "run"`. For every other client here the tests demand
+temperature of their own, and train nothing until they are told not to, or until `gateway.sampling = "run"`. So does Gemini CLI with its
+`topP` and `topK`, but for the embedded engine, which trains [truncated sampling](algorithms.md#truncated-sampling). For every other client here the tests demand
 a share of 0.95 at least. `midflight.testing.commands.ScriptedCommands` stands in for a model when you try a harness
 ([test_any_agent.py](../tests/coding_agents/test_any_agent.py)).
 
@@ -66,6 +70,8 @@ they sent.
 NAMES = {
     "claude-cli": "Claude Code",
     "codex_exec": "Codex",
+    "GeminiCLI-tui": "Gemini CLI",
+    "google-genai-sdk": "google-genai",
     "QwenCode": "Qwen Code",
     "ai-sdk": "AI SDK",
     "OpenAI-JS": "openai (npm)",

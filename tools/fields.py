@@ -18,6 +18,13 @@ from pydantic import BaseModel
 
 from midflight.errors import Blame, MidflightError
 from midflight.gateway.dialects import unread_fields
+from midflight.gateway.dialects.contents_input import (
+    DeclaredTools,
+    FunctionCallingConfig,
+    FunctionDeclaration,
+    GenerationConfig,
+    ToolConfig,
+)
 from midflight.gateway.dialects.messages_input import ClientTool, OutputConfig, ThinkingBody
 from midflight.gateway.dialects.native import NativeSampling
 from midflight.gateway.dialects.responses_input import ReasoningBody
@@ -36,12 +43,12 @@ refused. `GET /openapi.json` has the types.
 SAMPLING = """
 ## Sampling, in every dialect
 
-The native names are in `sampling_params`, and take `json_schema`, `regex` and `ebnf` for [grammars](gateway.md#grammars). What shapes the
+Google's names are in `generationConfig`. The native names are in `sampling_params`, and take `json_schema`, `regex` and `ebnf` for [grammars](gateway.md#grammars). What shapes the
 distribution keeps its turn out of the loss, but for truncation on the embedded engine
 ([truncated sampling](algorithms.md#truncated-sampling)). What an engine must be able to do is refused where one cannot.
 
-| chats, completions, responses | messages | native | values | default | shapes the distribution | asks of the engine | |
-|---|---|---|---|---|---|---|---|
+| chats, completions, responses | messages | contents | native | values | default | shapes the distribution | asks of the engine | |
+|---|---|---|---|---|---|---|---|---|
 """
 NOTES: Mapping[str, str] = {
     "temperature": "0 is greedy; from 0.0001 on",
@@ -286,6 +293,51 @@ SENTENCES: Mapping[str, Mapping[str, str]] = {
             "`message_delta`"
         ),
     },
+    "/v1beta/models/{model}:generateContent": {
+        "contents": (
+            "roles `user`, `model`, `function`; see [parts](contents.md#contents). Where the last is "
+            "the model's, the answer goes on with its text and holds what is new; that text is never "
+            "trained"
+        ),
+        "systemInstruction": "a content of text parts; the first message of the chat",
+        "tools": (
+            "`functionDeclarations`: `name`, `description`, and `parameters` as Google writes schemas, "
+            "or `parametersJsonSchema`. What Google's servers would run is left out"
+        ),
+        "toolConfig": (
+            "`functionCallingConfig`: `mode` is `AUTO`, `ANY`, which samples the call under a grammar, "
+            "or `NONE`; `VALIDATED` is sampled as `AUTO`. Of `allowedFunctionNames` only those are in "
+            "the prompt"
+        ),
+        "generationConfig": "the fields below, and [sampling](#sampling-in-every-dialect)",
+        "generationConfig.candidateCount": "choices, numbered from 0; 1024 at most",
+        "generationConfig.responseMimeType": (
+            "`text/plain`; `application/json`, under the schema if there is one; `text/x.enum`: one of "
+            "the schema's `enum`"
+        ),
+        "generationConfig.responseSchema, generationConfig.responseJsonSchema": (
+            "what the answer must match, as Google writes schemas or as JSON schema; one of them. "
+            "[With tools](gateway.md#chat-completions) it may be calls instead"
+        ),
+        "generationConfig.responseLogprobs, generationConfig.logprobs": (
+            "honoured, 0 to 20 alternatives; `logprobs` without `responseLogprobs` is refused"
+        ),
+        "generationConfig.thinkingConfig": (
+            "`includeThoughts`: thoughts are told. `thinkingBudget` 0 and above 0 is the template's "
+            "option `enable_thinking`, -1 leaves it to the template; `thinkingLevel` is its option "
+            "`reasoning_effort`"
+        ),
+        "model": "no effect: the address names the model",
+        "returnTokenIds": (
+            "ours, by the SDK's `extra_body`: the answer also holds `prompt_token_ids`, and each "
+            "candidate `token_ids` and `weight_versions`; in a stream at the end"
+        ),
+    },
+    "/v1beta/models/{model}:countTokens": {
+        "contents, systemInstruction, tools, toolConfig": "as above",
+        "generateContentRequest": "a whole request, in the place of `contents`",
+        "generationConfig, model, returnTokenIds": "no effect but that of the template's options",
+    },
 }
 
 
@@ -301,7 +353,7 @@ def page() -> str:
 def _parameter(parameter: Parameter) -> str:
     names = [
         f"`{name}`" if (name := parameter.names.get(api)) else ""
-        for api in (Api.OPENAI, Api.ANTHROPIC, Api.NATIVE)
+        for api in (Api.OPENAI, Api.ANTHROPIC, Api.GOOGLE, Api.NATIVE)
     ]
     shapes = "truncates" if parameter.truncates else "yes" if parameter.reshapes else ""
     default = (
@@ -333,12 +385,12 @@ def _table(path: str, body: type[BaseModel]) -> Iterator[str]:
         names = ", ".join(f"`{each}`" for each in key.split(", ")) if _is_list(key) else key
         yield _row(names, sentence)
     spoken_of = (
-        {name for key in sentences for name in re.findall(r"[a-z_]+", key)}
+        {name for key in sentences for name in re.findall(r"[A-Za-z_]+", key)}
         | GRAMMARS
         | set(EVERYWHERE)
         | _names_of_parameters()
     )
-    if missing := body.model_fields.keys() - spoken_of:
+    if missing := {field.alias or name for name, field in body.model_fields.items()} - spoken_of:
         raise SystemExit(f"tools/fields.py says nothing of {sorted(missing)} of {path}")
 
 
@@ -349,7 +401,7 @@ def _names_of_parameters() -> set[str]:
 
 
 def _is_list(key: str) -> bool:
-    return re.fullmatch(r"[a-z_.]+(, [a-z_.]+)*", key) is not None
+    return re.fullmatch(r"[A-Za-z_.]+(, [A-Za-z_.]+)*", key) is not None
 
 
 def _passed_over() -> Iterator[tuple[str, str, str]]:
@@ -358,12 +410,15 @@ def _passed_over() -> Iterator[tuple[str, str, str]]:
         **unread_fields.IGNORED,
         **unread_fields.HARMLESS,
         **unread_fields.HARMLESS_MESSAGES,
+        **unread_fields.HARMLESS_GOOGLE,
     }
     for name, reason in sorted(ignored.items()):
         if name in unread_fields.HARMLESS:
             yield name, reason, "passed over"
         elif name in unread_fields.HARMLESS_MESSAGES:
             yield name, reason, "passed over in messages"
+        elif name in unread_fields.HARMLESS_GOOGLE:
+            yield name, reason, "passed over in contents"
         else:
             yield name, reason, "refused"
     for body, place in (
@@ -372,6 +427,11 @@ def _passed_over() -> Iterator[tuple[str, str, str]]:
         (ThinkingBody, "thinking"),
         (OutputConfig, "output_config"),
         (ReasoningBody, "reasoning"),
+        (DeclaredTools, "tools"),
+        (FunctionDeclaration, "tools.functionDeclarations"),
+        (ToolConfig, "toolConfig"),
+        (FunctionCallingConfig, "toolConfig.functionCallingConfig"),
+        (GenerationConfig, "generationConfig"),
     ):
         for name, reason in {**body.ignored, **body.harmless}.items():
             strict = "passed over" if name in body.harmless else "refused"

@@ -55,6 +55,8 @@ class Lock:
     """Files of requirements, or `pyproject.toml`, relative to the root."""
     extras: tuple[str, ...] = ()
     """Of `pyproject.toml`."""
+    python: str = PYTHONS[0]
+    """The oldest Python that it is installed with."""
     server: bool = False
     """Its source names every package that is installed, without what those want: a server's CPU
     build pins or wants what a CPU has no use for.
@@ -79,6 +81,7 @@ ENVIRONMENTS = (
     Lock("clients-frameworks-openai2", ("tests/clients/requirements-frameworks-openai2.txt",)),
     Lock("clients-crewai", ("tests/clients/requirements-crewai.txt",)),
     Lock("aider", ("tests/coding_agents/requirements.txt",)),
+    Lock("openhands", ("tests/coding_agents/requirements-openhands.txt",), python="3.12"),
     Lock("agents", ("tests/agents/requirements.txt",)),
     Lock("agents-openai2", ("tests/agents/requirements-openai2.txt",)),
     Lock("verifiers", ("tests/real_adapters/requirements-verifiers.txt",)),
@@ -144,7 +147,7 @@ def make(lock: Lock, into: Path, *, upgrade: bool, release: str = "") -> None:
             "--quiet",
             "--universal",
             "--python-version",
-            PYTHONS[0],
+            lock.python,
             "--no-annotate",
             "--no-header",
         ]

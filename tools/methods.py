@@ -1,6 +1,6 @@
-"""docs/methods.md, made from the SDKs of OpenAI and Anthropic and from the gateway's routes: `python tools/methods.py docs/methods.md`.
+"""docs/methods.md, made from the SDKs of OpenAI, Anthropic and Google and from the gateway's routes: `python tools/methods.py docs/methods.md`.
 
-Each method of both SDKs is found by looking at the classes of their clients. Which of them has a route here is asked of the gateway's
+Each method of the SDKs is found by looking at the classes of their clients. Which of them has a route here is asked of the gateway's
 application; the others have a sentence in the table of refusals.
 """
 
@@ -18,6 +18,7 @@ from typing import Any
 
 import anthropic
 import openai
+from google import genai
 from starlette.routing import Match, Route
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -31,9 +32,12 @@ CLIENTS: dict[str, tuple[type, str]] = {
     "anthropic": (anthropic.Anthropic, ""),
 }
 """The client of each SDK, and what its base URL adds to the paths."""
+GOOGLE = "google-genai"
 SOCKET = "WebSocket"
 LOCAL = "local"
 """A method that asks no server."""
+VERTEX = "Vertex"
+"""A method that asks Google's cloud alone: the client refuses it where a key is given."""
 
 _SENT = re.compile(
     r'self\._(get|post|put|patch|delete|get_api_list)\s*[,(]\s*(?:path_template\(\s*)?f?"([^"]+)"'
@@ -69,6 +73,15 @@ WORDS: dict[tuple[str, str], str] = {
     ("GET", "/v1/models/{}"): "the same, by its name",
     ("POST", "/v1/messages"): "a message, whole or streamed",
     ("POST", "/v1/messages/count_tokens"): "how many tokens a message would read",
+    ("POST", "/v1beta/models/{}:generateContent"): "a content, whole",
+    ("POST", "/v1beta/models/{}:streamGenerateContent"): "the same, streamed",
+    ("POST", "/v1beta/models/{}:countTokens"): "how many tokens contents have",
+    ("GET", "/v1beta/models"): "the model that is served",
+    ("GET", "/v1beta/models/{}"): "the same, by its name",
+    (
+        "GET",
+        "/v1beta/models/{}/operations/{}",
+    ): "**refused** by 404: nothing is made in the background",
 }
 """What is answered, by verb and path."""
 
@@ -76,9 +89,10 @@ INTRODUCTION = """# Methods of the SDKs
 
 *A page to look things up in.*
 
-Made by `python tools/methods.py docs/methods.md` from `openai` {openai} and `anthropic` {anthropic}; edit the sentences there.
+Made by `python tools/methods.py docs/methods.md` from `openai` {openai}, `anthropic` {anthropic} and `google-genai` {google}; edit the
+sentences there.
 
-Every method of both SDKs is answered, or refused by status 404 (`not_offered`) with what to use instead. A `beta` method is answered as the one
+Every method of the SDKs is answered, or refused by status 404 (`not_offered`) with what to use instead. A `beta` method is answered as the one
 without `beta`.
 
 ## Answered
@@ -98,6 +112,8 @@ LOCALLY = """
 ## Without a server
 
 These work on what the client has: {names}.
+
+These ask Google's cloud, so the client itself refuses them where it is given a key: {vertex}.
 """
 
 
@@ -127,18 +143,20 @@ class Method:
 
 @cache
 def methods() -> tuple[Method, ...]:
-    """All methods of both SDKs, in their order."""
+    """All methods of the SDKs, in their order."""
     found: list[Method] = []
     for sdk, (client, prefix) in CLIENTS.items():
         for resource, path in _resources(client):
             found += [_method(sdk, prefix, resource, path, name) for name in _names(resource)]
-    return tuple(found)
+    for resource, path in _resources(genai.Client):
+        found += [_googles(resource, path, name) for name in _names(resource)]
+    return (*found, Method(GOOGLE, "aio.live.connect", SOCKET, _LIVE))
 
 
 def _resources(cls: type, path: str = "") -> Iterator[tuple[type, str]]:
     """The classes of a client that have methods, with the names by which they are reached."""
     for name in dir(cls):
-        if name.startswith(("_", "with_raw_response", "with_streaming_response")):
+        if name.startswith(("_", "with_raw_response", "with_streaming_response", "aio")):
             continue
         attribute = inspect.getattr_static(cls, name)
         made = getattr(attribute, "func", None) or getattr(attribute, "fget", None)
@@ -146,6 +164,10 @@ def _resources(cls: type, path: str = "") -> Iterator[tuple[type, str]]:
         if found is not None:
             yield found, f"{path}{name}"
             yield from _resources(found, f"{path}{name}.")
+    for name, annotation in inspect.get_annotations(cls).items():
+        inner = getattr(sys.modules[cls.__module__], str(annotation), None)
+        if inspect.isclass(inner) and inner.__module__.startswith(_OF_GOOGLE):
+            yield inner, f"{path}{name}"
 
 
 def _class_of(made: Any) -> type | None:
@@ -159,15 +181,21 @@ def _class_of(made: Any) -> type | None:
             found = getattr(importlib.import_module(imported[1], module.__package__), imported[2])
         else:
             found = getattr(module, named, None)
-    return found if inspect.isclass(found) and ".resources" in found.__module__ else None
+    if not inspect.isclass(found):
+        return None
+    is_one = ".resources" in found.__module__ or found.__module__.startswith(_OF_GOOGLE)
+    return found if is_one else None
 
 
 def _names(resource: type) -> list[str]:
-    return [
-        name
-        for name in dir(resource)
-        if not name.startswith("_") and inspect.isfunction(inspect.getattr_static(resource, name))
-    ]
+    found: list[str] = []
+    for name in dir(resource):
+        method = inspect.getattr_static(resource, name)
+        if name.startswith("_") or not inspect.isfunction(method):
+            continue
+        if not method.__module__.endswith(".basesdk"):
+            found.append(name)
+    return found
 
 
 def _method(sdk: str, prefix: str, resource: type, path: str, name: str) -> Method:
@@ -212,6 +240,76 @@ def _of_resource(resource: type, name: str) -> tuple[str, str]:
     return LOCAL, ""
 
 
+# --- Google's SDK, whose methods name their path in a variable --------------------------------------
+
+_OF_GOOGLE = "google.genai"
+_LIVE = "/ws/google.ai.generativelanguage.v1beta.GenerativeService.BidiGenerateContent"
+_NAMED = re.compile(r"path = f?'((?!\{path\})[^']+)'(?!\.format_map)")
+_ASKED = re.compile(r"_api_client\.(?:request|request_streamed)\(\s*'(\w+)'")
+_GENERATED = re.compile(r'method="(\w+)",\s*path="(/upload)?/\{api_version\}(/[^"]*)"')
+_INNER = re.compile(r"(?:self|super\(\))\.(\w+)\b")
+_STANDS_FOR: dict[str, str] = {
+    "models": "models/{}",
+    "caches": "cachedContents/{}",
+    "tunings": "tunedModels/{}",
+    "operations": "models/{}/operations/{}",
+    "environments.files": "environments/{}",
+    "file_search_stores": "fileSearchStores/{}",
+    "file_search_stores.documents": "fileSearchStores/{}/documents/{}",
+}
+"""What a path that is a name alone holds, by resource."""
+
+
+def _googles(resource: type, path: str, name: str) -> Method:
+    verb, sent = _googles_request(resource, name) or (LOCAL, "")
+    if verb in (LOCAL, VERTEX):
+        return Method(GOOGLE, f"{path}.{name}", verb, "")
+    sent = sent.partition("?")[0].replace("{models_url}", "models")
+    sent = sent.replace("{parent}/documents", "fileSearchStores/{}/documents")
+    if sent.startswith("upload/"):
+        sent = "/" + sent.replace("{api_version}", "v1beta")
+    first = re.match(r"\{\w+\}", sent)
+    if first is not None:
+        stands_for = "models/{}" if first[0] == "{model}" else _STANDS_FOR[path]
+        sent = stands_for + sent[first.end() :]
+    sent = sent.replace("{file_search_store_name}", "fileSearchStores/{}")
+    sent = re.sub(r"\{[^}]*\}", "{}", sent)
+    return Method(GOOGLE, f"{path}.{name}", verb, sent if sent[0] == "/" else f"/v1beta/{sent}")
+
+
+def _googles_request(
+    resource: type, name: str, seen: tuple[str, ...] = ()
+) -> tuple[str, str] | None:
+    """Verb and path of what a method sends, by itself or by another method of its resource."""
+    found: tuple[str, str] | None = None
+    for cls in resource.__mro__:
+        if name not in cls.__dict__ or not inspect.isfunction(cls.__dict__[name]):
+            continue
+        source = inspect.getsource(cls.__dict__[name])
+        generated = _GENERATED.search(source)
+        if generated is not None:
+            return generated[1], f"{generated[2] or ''}/v1beta{generated[3]}"
+        paths = _NAMED.findall(source)
+        asked = _ASKED.search(source)
+        if paths and asked is not None:
+            of_cloud = "if not self._api_client.vertexai:\n      raise" in source
+            return (VERTEX, "") if of_cloud else (asked[1].upper(), paths[-1])
+        if "_api_client.download_file(" in source:
+            files = re.search(r"path = \(?\s*f'([^']+)'", source)
+            return "GET", files[1] if files else ""
+        internal = re.search(r"self\._internal\.(\w+)\(", source)
+        if internal is not None:
+            module = importlib.import_module("google.genai._gaos._internal")
+            return _googles_request(module.Internal, internal[1])
+        for inner in _INNER.findall(source):
+            if inner in (*seen, name):
+                continue
+            found = _googles_request(resource, inner, (*seen, name)) or found
+            if found is not None and found[0] != VERTEX:
+                return found
+    return found
+
+
 @cache
 def _routes() -> Sequence[Route]:
     app: Any = build_app(make_gateway(ScriptedGenerator()), RecordingControl(), control_token="t")  # type: ignore[arg-type]
@@ -226,13 +324,17 @@ def is_answered(method: Method) -> bool:
 
 def page() -> str:
     """The page, as Markdown."""
-    parts = [INTRODUCTION.format(openai=openai.__version__, anthropic=anthropic.__version__)]
+    versions = {"openai": openai.__version__, "anthropic": anthropic.__version__}
+    parts = [INTRODUCTION.format(**versions, google=genai.__version__)]
     answered: dict[tuple[str, str], list[Method]] = {}
     refused: dict[str, list[Method]] = {}
     local: list[str] = []
+    vertex: list[str] = []
     for method in methods():
         if method.verb == LOCAL:
             local.append(f"`{method.sdk}`: `{method.name}`")
+        elif method.verb == VERTEX:
+            vertex.append(f"`{method.name}`")
         elif is_answered(method):
             answered.setdefault((method.verb, method.path), []).append(method)
         else:
@@ -248,7 +350,7 @@ def page() -> str:
         those = [method for beginning in beginnings for method in refused[beginning]]
         paths = ", ".join(f"`{beginning}`" for beginning in beginnings)
         parts.append(f"| {paths} | {instead} | {_resources_of(those)} |\n")
-    parts.append(LOCALLY.format(names=", ".join(local)))
+    parts.append(LOCALLY.format(names=", ".join(local), vertex=", ".join(vertex)))
     return "".join(parts)
 
 

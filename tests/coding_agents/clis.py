@@ -18,6 +18,7 @@ import pytest
 
 MODULES = Path(os.environ.get("MIDFLIGHT_CODING_AGENTS", Path(__file__).parents[2] / ".venv-coding-agents" / "node_modules"))
 AIDER = Path(os.environ.get("MIDFLIGHT_AIDER", MODULES.parents[1] / ".venv-aider" / "bin" / "aider"))
+OPENHANDS = Path(os.environ.get("MIDFLIGHT_OPENHANDS", MODULES.parents[1] / ".venv-openhands" / "bin" / "python"))
 AIDER_VERSION = "0.86.2"
 SECONDS = 150.0
 """For a whole task: it takes some seconds on a machine that does nothing else."""
@@ -161,6 +162,30 @@ async def goose(task: str, *, folder: Path, home: Path, url: str, key: str = "an
     silent = {"GOOSE_DISABLE_KEYRING": "1", "GOOSE_TELEMETRY_ENABLED": "false", "GOOSE_MODE": "auto"}
     command: list[str | Path] = [binary("@aaif/goose-binary-linux-*/bin/goose"), "run", "--no-session", "--with-builtin", "developer"]
     return await run([*command, "-t", task], folder=folder, environ=surroundings(home, **reach, **silent))
+
+
+async def gemini_cli(task: str, *, folder: Path, home: Path, url: str, key: str = "any") -> Ended:
+    """`url` without `/v1`: its SDK adds `/v1beta`. It sends a sampling of its own, unless its settings of the model say otherwise."""
+    settings = {
+        "general": {"enableAutoUpdate": False},
+        "privacy": {"usageStatisticsEnabled": False},
+        "security": {"auth": {"selectedType": "gemini-api-key"}, "folderTrust": {"enabled": False}},
+        "tools": {"useRipgrep": False},
+    }
+    (home / ".gemini").mkdir(exist_ok=True)
+    (home / ".gemini" / "settings.json").write_text(json.dumps(settings))
+    command: list[str | Path] = ["node", MODULES / "@google" / "gemini-cli" / "bundle" / "gemini.js", "-p", task, "--yolo"]
+    reach = {"GOOGLE_GEMINI_BASE_URL": url, "GEMINI_API_KEY": key, "GEMINI_MODEL": "policy"}
+    return await run(command, folder=folder, environ=surroundings(home, **reach))
+
+
+async def openhands(task: str, *, folder: Path, home: Path, url: str, key: str = "any") -> Ended:
+    """`url` with its `/v1`. Its command line wants Python 3.12 alone, its SDK that or newer: so its agent runs by the SDK."""
+    if not OPENHANDS.exists():
+        pytest.skip("OpenHands wants Python 3.12 or newer: `make test-coding-agents` finds one, or OPENHANDS_PYTHON names it")
+    reach = {"LLM_MODEL": "openai/policy", "LLM_BASE_URL": url, "LLM_API_KEY": key, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    command: list[str | Path] = [OPENHANDS, Path(__file__).with_name("openhands_task.py"), task]
+    return await run(command, folder=folder, environ=surroundings(home, **reach))
 
 
 async def aider(task: str, *, folder: Path, home: Path, url: str, test: str) -> Ended:

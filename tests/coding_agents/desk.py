@@ -26,8 +26,8 @@ from midflight.types.facts import TurnKept, record_nothing
 from midflight.wire.server import serve_app
 
 KEY = RolloutKey(GroupKey(epoch=0, index=3, attempt=0), sample=1)
-ABLE = replace(CAPABLE, max_context=2_000_000, features=frozenset(Feature))
-"""A token is a byte here, so prompts of these agents have some ten thousand."""
+ABLE = replace(CAPABLE, max_context=2_000_000, features=frozenset(Feature) - {Feature.SAMPLING_MASKS})
+"""A token is a byte here, so prompts of these agents have some ten thousand. These engines record no masks of truncated sampling."""
 
 
 _THOUGHT = "('<think>\\n' ~ message.reasoning_content ~ '\\n</think>\\n\\n' if message.reasoning_content else '')"

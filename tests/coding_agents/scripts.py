@@ -115,6 +115,15 @@ OPENCODE = (
     thinking("Now I look.", call("bash", command="cat a.txt")),
     thinking("All is done.", "Finished: a.txt says TWO."),
 )
+GEMINI = (
+    thinking(
+        "I look at both.",
+        "I read both.\n" + call("read_file", file_path="FOLDER/a.txt") + "\n" + call("read_file", file_path="FOLDER/b.txt"),
+    ),
+    call("replace", file_path="FOLDER/a.txt", instruction="Write it large.", old_string="two", new_string="TWO"),
+    thinking("Now I look.", call("run_shell_command", command="cat a.txt")),
+    thinking("All is done.", "Finished: a.txt says TWO."),
+)
 # aider has no tools: edits are texts, and what its test says comes back.
 AIDER = tuple(
     f"I edit.\n\na.txt\n```\n<<<<<<< SEARCH\none {old} three\n=======\none {new} three\n>>>>>>> REPLACE\n```\n"
@@ -123,6 +132,7 @@ AIDER = tuple(
 TASKS = {
     "TASK-QWEN": QWEN,
     "TASK-OPENCODE": OPENCODE,
+    "TASK-GEMINI": GEMINI,
     "TASK-AIDER": AIDER,
     "TASK-SUB": CLAUDE_SUB,
     "TASK-CODEX-SUB": CODEX_SUB,

@@ -12,15 +12,19 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from tests.coding_agents.clis import Ended, claude_code, codex, copilot, goose, opencode, qwen_code
+from tests.coding_agents.clis import Ended, claude_code, codex, copilot, gemini_cli, goose, opencode, openhands, qwen_code
 from tests.coding_agents.desk import check_every_token_is_trained_once, desk, scratch, told
 from tests.shares import check_trained_share
 
 from midflight.testing.commands import ScriptedCommands
 
 RULE = ScriptedCommands(
-    "TASK-SHELL", ("cat a.txt b.txt", "sed -i s/two/TWO/ a.txt", "cat a.txt"), end="Finished: a.txt says TWO.", aside="A task"
+    "TASK-SHELL",
+    ("cat a.txt b.txt", "sed s/two/TWO/ a.txt > new.txt && mv new.txt a.txt", "cat a.txt"),
+    end="Finished: a.txt says TWO.",
+    aside="A task",
 )
+"""Qwen Code refuses `sed -i` on a file that its own tool has not read."""
 Running = Callable[..., Awaitable[Ended]]
 AGENTS: dict[str, tuple[Running, bool]] = {
     "claude code": (claude_code, False),
@@ -29,9 +33,11 @@ AGENTS: dict[str, tuple[Running, bool]] = {
     "opencode": (opencode, True),
     "copilot": (copilot, True),
     "goose": (goose, True),
+    "gemini cli": (gemini_cli, False),
+    "openhands": (openhands, True),
 }
 """Each with whether its base URL ends in `/v1`."""
-SETS_ITS_OWN = {"copilot"}
+SETS_ITS_OWN = {"copilot", "gemini cli"}
 """Those that send a sampling of their own."""
 
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from tests.coding_agents.clis import Ended, aider, claude_code, codex, opencode, qwen_code
+from tests.coding_agents.clis import Ended, aider, claude_code, codex, gemini_cli, opencode, qwen_code
 from tests.coding_agents.desk import (
     Desk,
     check_answers_are_those_of_a_calm_run,
@@ -76,24 +76,26 @@ def test_codex_does_a_task_with_thinking_and_parallel_calls(tmp_path: Path, dist
     asyncio.run(main())
 
 
-OTHERS = {"TASK-QWEN": (qwen_code, 1), "TASK-OPENCODE": (opencode, 2)}
-"""Each with its rows: opencode has the model give the task a name, in a conversation of its own."""
+OTHERS = {"TASK-QWEN": (qwen_code, 4, 1), "TASK-OPENCODE": (opencode, 5, 2), "TASK-GEMINI": (gemini_cli, 4, 3)}
+"""Each with its turns and rows: opencode has the model give the task a name, in a conversation of its own; Gemini CLI forgets what the model
+thought."""
 
 
 @pytest.mark.parametrize("disturbed", [False, True], ids=["calm", "disturbed"])
 @pytest.mark.parametrize("task", OTHERS)
-def test_qwen_code_and_opencode_do_a_task_with_thinking_and_parallel_calls(tmp_path: Path, task: str, disturbed: bool) -> None:
-    agent, num_rows = OTHERS[task]
+def test_qwen_code_opencode_and_gemini_cli_do_a_task_with_thinking_and_parallel_calls(tmp_path: Path, task: str, disturbed: bool) -> None:
+    agent, num_turns, num_rows = OTHERS[task]
 
     async def main() -> None:
         work, home = scratch(tmp_path)
-        async with desk(step_seconds=0.0025 if disturbed else 0.0) as it:
-            running = agent(f"{task}: do it in {work}", folder=work, home=home, url=it.open().base_url)
+        async with desk(step_seconds=0.0025 if disturbed else 0.0, sampling="run") as it:
+            url = it.open().base_url
+            running = agent(f"{task}: do it in {work}", folder=work, home=home, url=url.removesuffix("/v1") if agent is gemini_cli else url)
             ended = await _disturbed(it, running, disturbed)
             assert ended.status == 0 and "Finished: a.txt says TWO." in ended.output, ended.errors + ended.output[-2000:]
             assert (work / "a.txt").read_text() == "one TWO three\n"
             record = it.close()
-            assert (record.num_turns, len(record.rows)) == (3 + num_rows, num_rows), told(record)
+            assert (record.num_turns, len(record.rows)) == (num_turns, num_rows), told(record)
             check_every_token_is_trained_once(record, it.turns)
             check_answers_are_those_of_a_calm_run(it.engines, it.turns)
 

@@ -19,6 +19,8 @@ from typing import Any
 
 BODIES = Path(__file__).parent / "bodies"
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/generate")
+GOOGLES = re.compile(r"/v1beta/models/[^/]+:(generateContent|streamGenerateContent|countTokens)$")
+STREAMED = "?alt=sse"
 _AGENT = re.compile(r"^(?P<name>[A-Za-z][\w.-]*(?:/[A-Z]\w+)?)[/ ](?P<version>\d[\w.-]*)")
 _ID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}|[0-9a-f]{12,}")
 _PATH = re.compile(r"/(?:tmp|work|root|home|opt)/[^\s\"'\\]*")
@@ -69,8 +71,10 @@ def _is_json(text: str) -> bool:
         return False
 
 
-def features(body: dict[str, Any]) -> str:
+def features(body: dict[str, Any], path: str = "") -> str:
     """What of the dialect a body uses, in words."""
+    if GOOGLES.match(path.removesuffix(STREAMED)):
+        return features_of_contents(body, path)
     messages = body.get("messages", body.get("input"))
     messages = messages if isinstance(messages, list) else []
     kinds = {str(m.get("role", m.get("type"))) for m in messages if isinstance(m, dict)} | {
@@ -97,6 +101,22 @@ def features(body: dict[str, Any]) -> str:
     return ", ".join(name for name, value in found.items() if value) or "plain"
 
 
+def features_of_contents(body: dict[str, Any], path: str) -> str:
+    """The same for Google's dialect."""
+    config = body.get("generationConfig", {})
+    held = {name for content in body.get("contents", ()) for part in content.get("parts", ()) for name in part}
+    found = {
+        "streamed": path.endswith(STREAMED),
+        "tools": body.get("tools"),
+        "a forced tool": body.get("toolConfig", {}).get("functionCallingConfig", {}).get("mode") == "ANY",
+        "results of tools": "functionResponse" in held,
+        "a schema": config.get("responseSchema") or config.get("responseJsonSchema"),
+        "thinking": config.get("thinkingConfig"),
+        "logprobs": config.get("responseLogprobs"),
+    }
+    return ", ".join(name for name, value in found.items() if value) or "plain"
+
+
 def refers_to_what_is_stored(body: dict[str, Any]) -> bool:
     """Such a body means nothing without the ones before it."""
     return bool(body.get("previous_response_id") or body.get("conversation")) or '"item_reference"' in json.dumps(body)
@@ -104,7 +124,7 @@ def refers_to_what_is_stored(body: dict[str, Any]) -> bool:
 
 def client_of(headers: dict[str, str]) -> tuple[str, str]:
     """Name and version: a key `sk-client-NAME` says the name, else the head `user-agent` both. An unknown version is empty."""
-    key = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
+    key = headers.get("x-api-key") or headers.get("x-goog-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
     found = _AGENT.match(headers.get("user-agent", ""))
     if key.startswith("sk-client-"):
         return key.removeprefix("sk-client-"), ""
@@ -120,9 +140,10 @@ class Recorder:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         path = re.sub(r"^/s/[^/]+", "", scope.get("path", ""))
-        if scope["type"] != "http" or path not in PATHS:
+        if scope["type"] != "http" or not (path in PATHS or GOOGLES.match(path)):
             await self._app(scope, receive, send)
             return
+        path += STREAMED if path.endswith(":streamGenerateContent") else ""
         sent, answered = bytearray(), {}
 
         async def hear() -> Any:
@@ -144,7 +165,7 @@ class Recorder:
         client, version = client_of({name.decode(): value.decode("latin-1") for name, value in scope["headers"]})
         ignored = answered.get(b"x-midflight-ignored", b"").decode()
         self._count += 1
-        one = Recorded(client, version, path, features(body), ignored, scrubbed(body))
+        one = Recorded(client, version, path, features(body, path), ignored, scrubbed(body))
         (self._folder / f"{self._began}-{self._count:05d}.json").write_text(json.dumps(asdict(one)))
 
 

@@ -12,8 +12,9 @@ import httpx2
 Asking: TypeAlias = tuple[str, dict[str, Any]]
 """Path and body."""
 
+CONTENTS = "/v1beta/models/policy:generateContent"
 CHAT = [{"role": "user", "content": "tell me"}]
-_USAGES = (("prompt_tokens", "completion_tokens"), ("input_tokens", "output_tokens"))
+_USAGES = (("prompt_tokens", "completion_tokens"), ("input_tokens", "output_tokens"), ("promptTokenCount", "candidatesTokenCount"))
 
 
 @dataclass(slots=True)
@@ -48,13 +49,15 @@ class Told:
 
 def requests(num_tokens: int, *, stop: str, **more: Any) -> dict[str, Asking]:
     """One request of each kind that answers `num_tokens` at most. `more` goes into all bodies (native: into its sampling)
-    but that of messages, which has other fields."""
+    but those of messages and contents, which have other fields."""
     ids = {"return_token_ids": True}
     chat = {"model": "policy", "messages": CHAT, "seed": 7, "max_tokens": num_tokens, "logprobs": True, "top_logprobs": 2, **ids, **more}
     prompts = [f"p{k}" for k in range(8)]
     texts = {"model": "policy", "prompt": prompts, "seed": 7, "max_tokens": num_tokens, "stop": stop, "logprobs": 1, **ids, **more}
     response = {"model": "policy", "input": "tell me", "max_output_tokens": num_tokens, "seed": 7, **ids, **more}
     message = {"model": "policy", "messages": CHAT, "max_tokens": num_tokens, "stop_sequences": [stop], "seed": 7, **ids}
+    google = {"maxOutputTokens": num_tokens, "stopSequences": [stop], "seed": 7, "responseLogprobs": True, "logprobs": 2}
+    contents = {"contents": [{"parts": [{"text": "tell me"}]}], "generationConfig": google, **ids}
     native = {"max_new_tokens": num_tokens, "sampling_seed": 7, **more}
     return {
         "chat": ("/v1/chat/completions", chat),
@@ -63,6 +66,7 @@ def requests(num_tokens: int, *, stop: str, **more: Any) -> dict[str, Asking]:
         "eight prompts": ("/v1/completions", texts),
         "responses": ("/v1/responses", {**response, "include": ["message.output_text.logprobs"]}),
         "messages": ("/v1/messages", message),
+        "contents": (CONTENTS, contents),
         "native": ("/generate", {"input_ids": [97, 98], "return_logprob": True, "sampling_params": native}),
     }
 
@@ -70,12 +74,21 @@ def requests(num_tokens: int, *, stop: str, **more: Any) -> dict[str, Asking]:
 async def asked(http: httpx2.AsyncClient, base: str, asking: Asking, *, stream: bool) -> Told:
     """Waits for the whole answer; `base` ends in /v1, as SDKs want it."""
     path, body = asking
-    body = {**body, "stream": stream}
+    address = path
+    if path == CONTENTS:
+        address = streamed(path) if stream else path
+    else:
+        body = {**body, "stream": stream}
     if stream and "completions" in path:
         body["stream_options"] = {"include_usage": True}
-    answer = await http.post(base.removesuffix("/v1") + path, json=body)
+    answer = await http.post(base.removesuffix("/v1") + address, json=body)
     assert answer.status_code == 200, answer.text
     return told_streamed(path, frames(answer.text)) if stream else told_whole(path, answer.json())
+
+
+def streamed(path: str) -> str:
+    """Google's address for a stream of what another address gives whole."""
+    return path.replace(":generateContent", ":streamGenerateContent?alt=sse")
 
 
 def frames(text: str) -> list[Any]:
@@ -98,6 +111,8 @@ def told_whole(path: str, body: Any) -> Told:
         case "/v1/messages":
             told.choice(0).text = "".join(map(_block_text, body["content"]))
             _end_message(told.choice(0), body, body)
+        case _ if path == CONTENTS:
+            _add_contents(told, body)
         case _:
             for number, one in enumerate(body if isinstance(body, list) else [body]):
                 _set_native(told, number, one)
@@ -117,7 +132,9 @@ def told_streamed(path: str, stream: Iterable[Any]) -> Told:
                 calls[place] = calls.get(place, "") + (f"{function['name']}(" if "name" in function else "") + function["arguments"]
         if "choices" in frame and frame.get("usage"):
             told.usage.append(_usage(frame["usage"]))
-        if path == "/generate":
+        if path == CONTENTS:
+            _add_contents(told, frame)
+        elif path == "/generate":
             told.usage.clear()
             told.choices.clear()
             _set_native(told, 0, frame)
@@ -174,6 +191,20 @@ def _block_text(block: Any) -> str:
 def _end_message(choice: Choice, ending: Any, ids: Any) -> None:
     choice.ended = f"{ending['stop_reason']} {ending['stop_sequence']}"
     choice.ids, choice.versions = ids["token_ids"], ids["weight_versions"]
+
+
+def _add_contents(told: Told, body: Any) -> None:
+    """A whole answer of Google's dialect, or a piece of its stream."""
+    for found in body["candidates"]:
+        choice = told.choice(found["index"])
+        choice.text += "".join(map(_block_text, found["content"]["parts"]))
+        choice.ended = found.get("finishReason", choice.ended)
+        choice.ids += found.get("token_ids", ())
+        choice.versions = found.get("weight_versions", choice.versions)
+        choice.logprobs += [entry["logProbability"] for entry in found["logprobsResult"]["chosenCandidates"]]
+        choice.num_alternatives += sum(len(entry["candidates"]) for entry in found["logprobsResult"]["topCandidates"])
+    if "usageMetadata" in body:
+        told.usage.append(_usage(body["usageMetadata"]))
 
 
 def _set_native(told: Told, index: int, body: Any) -> None:

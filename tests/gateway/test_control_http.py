@@ -29,6 +29,8 @@ def seeded(asking: Asking, seed: int) -> Asking:
     path, body = asking
     if path == "/generate":
         return path, {**body, "sampling_params": {**body["sampling_params"], "sampling_seed": seed}}
+    if "generationConfig" in body:
+        return path, {**body, "generationConfig": {**body["generationConfig"], "seed": seed}}
     return path, {**body, "seed": seed}
 
 

@@ -1,4 +1,4 @@
-"""One conversation is one prompt, in whichever of the three chat dialects it is sent."""
+"""One conversation is one prompt, in whichever of the four chat dialects it is sent."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tests.text.written import QWEN, model
 
 from midflight.errors import RequestRejected
 from midflight.gateway.dialects.chat import ChatExchange
+from midflight.gateway.dialects.contents import ContentsExchange
 from midflight.gateway.dialects.messages import MessagesExchange
 from midflight.gateway.dialects.responses import ResponsesExchange
 from midflight.gateway.sessions.request import CompletionCall
@@ -22,6 +23,7 @@ EVERYTHING = "{{ messages | tojson(sort_keys=true) }}{{ tools | tojson }}{{ reas
 """A template that shows all that a template could read."""
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+GOOGLES = {"type": "OBJECT", "properties": {"city": {"type": "STRING"}}}
 Objects: TypeAlias = list[dict[str, Any]]
 
 
@@ -100,7 +102,32 @@ def messages(system: str | None, turns: list[Turn]) -> CompletionCall:
     return MessagesExchange(json.dumps(body).encode()).call
 
 
-DIALECTS = {"chat": chat, "responses": responses, "messages": messages}
+def contents(system: str | None, turns: list[Turn]) -> CompletionCall:
+    """What the model says comes in several contents, as SDKs keep the pieces of a stream; the second call names no id."""
+    found: Objects = []
+    results: Objects = []
+    for place, turn in enumerate(turns):
+        if isinstance(turn, str):
+            found.append({"role": "user", "parts": [*results, {"text": turn}]})
+            results = []
+            continue
+        if results:
+            found.append({"role": "user", "parts": results})
+        named = list(zip(ids(place, turn), turn.calls, strict=True))
+        parts: Objects = [{"text": turn.reasoning, "thought": True}, {"text": turn.content[:2]}, {"text": turn.content[2:]}]
+        parts += [{"functionCall": {"id": i, "name": name, "args": given}} for i, (name, given, _) in named]
+        found += [{"role": "model", "parts": [part]} for part in parts]
+        results = [{"functionResponse": {"id": i, "name": name, "response": {"output": result}}} for i, (name, _, result) in named]
+        for result in results[1:]:
+            del result["functionResponse"]["id"]
+    declared = {"functionDeclarations": [{"name": "weather", "description": "Looks out.", "parameters": GOOGLES}]}
+    body: dict[str, Any] = {"contents": found, "tools": [declared], "generationConfig": {"thinkingConfig": {"thinkingLevel": "LOW"}}}
+    if system is not None:
+        body["systemInstruction"] = {"parts": [{"text": system}]}
+    return ContentsExchange(json.dumps(body).encode()).call
+
+
+DIALECTS = {"chat": chat, "responses": responses, "messages": messages, "contents": contents}
 
 
 def prompts(template: str, system: str | None, turns: list[Turn]) -> dict[str, tuple[int, ...]]:
@@ -133,7 +160,7 @@ def conversations(draw: st.DrawFn) -> list[Turn]:
 def test_a_conversation_is_the_same_prompt_in_every_dialect(system: str | None, turns: list[Turn]) -> None:
     for template in (EVERYTHING, QWEN):
         found = prompts(template, system, turns)
-        assert found["chat"] == found["responses"] == found["messages"]
+        assert found["chat"] == found["responses"] == found["messages"] == found["contents"]
 
 
 def test_everything_said_is_in_the_prompt() -> None:
@@ -159,5 +186,5 @@ def test_a_call_without_a_name_is_refused_in_every_dialect(dialect: str) -> None
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_number_that_json_cannot_write_is_refused_in_every_dialect(dialect: str) -> None:
-    with pytest.raises(RequestRejected, match=r"(arguments|input) is .*: send the JSON text of an object"):
+    with pytest.raises(RequestRejected, match=r"(arguments|input|args) is .*: send the JSON text of an object"):
         DIALECTS[dialect](None, ["x", Said("", "", (("f", {"a": float("inf")}, ""),)), "y"])

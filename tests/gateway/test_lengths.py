@@ -37,6 +37,8 @@ class Counting(Tokenizer):
         ("/v1/responses", {"model": "policy", "input": LONG}),
         ("/v1/messages", {"model": "policy", "max_tokens": 3, "messages": [{"role": "user", "content": LONG}]}),
         ("/v1/messages/count_tokens", {"model": "policy", "messages": [{"role": "user", "content": LONG}]}),
+        ("/v1beta/models/policy:generateContent", {"contents": [{"parts": [{"text": LONG}]}]}),
+        ("/v1beta/models/policy:countTokens", {"contents": [{"parts": [{"text": LONG}]}]}),
         ("/generate", {"text": LONG}),
     ],
 )

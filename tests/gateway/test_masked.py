@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.gateway.asked import CONTENTS, streamed
 from tests.gateway.offered import DEFAULTS, KEY, Offered, ScriptedGenerator, offered
 
 from midflight.gateway.answers.plan import EngineLimits
@@ -20,6 +21,7 @@ BODIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "completions": ("/v1/completions", {"model": "policy", "prompt": "hi"}, ""),
     "responses": ("/v1/responses", {"model": "policy", "input": "hi"}, ""),
     "messages": ("/v1/messages", {"model": "policy", "messages": HI, "max_tokens": 8}, ""),
+    "contents": (CONTENTS, {"contents": [{"parts": [{"text": "hi"}]}]}, "generationConfig"),
     "native": ("/generate", {"text": "hi"}, "sampling_params"),
     "tokens": ("/inference/v1/generate", {"token_ids": [97, 98]}, "sampling_params"),
 }
@@ -32,7 +34,13 @@ def body_of(dialect: str, sampling: dict[str, Any], *, stream: bool) -> tuple[st
     """Path, body, and what stands before a field's name where it is named."""
     path, body, place = BODIES[dialect]
     inside = {place: sampling} if place else sampling
+    if dialect == "contents":
+        return streamed(path) if stream else path, {**body, **inside}, f"{place}."
     return path, {**body, **inside, "stream": stream}, f"{place}." if place else ""
+
+
+def top_p_of(dialect: str) -> str:
+    return "topP" if dialect == "contents" else "top_p"
 
 
 async def head(it: Offered, path: str, body: dict[str, Any], *, key: RolloutKey | None = KEY) -> dict[str, str]:
@@ -54,13 +62,14 @@ async def head(it: Offered, path: str, body: dict[str, Any], *, key: RolloutKey 
 def test_the_head_of_an_answer_names_the_fields_for_which_it_is_masked(dialect: str, stream: bool) -> None:
     async def main() -> None:
         async with offered(ScriptedGenerator(), limits=ABLE) as it:
-            path, body, place = body_of(dialect, {"temperature": 0.2, "top_p": 0.5}, stream=stream)
+            top_p = top_p_of(dialect)
+            path, body, place = body_of(dialect, {"temperature": 0.2, top_p: 0.5}, stream=stream)
             told = await head(it, path, body)
-            assert told == {"x-midflight-masked": f"not_policy_sampled; field={place}temperature; field={place}top_p"}
+            assert told == {"x-midflight-masked": f"not_policy_sampled; field={place}temperature; field={place}{top_p}"}
             (ended,) = it.seen.of(SessionEnded)
             number = ended.masked[Reason.NOT_POLICY_SAMPLED]
             assert number > 0 and ended.num_trainable == 0
-            assert ended.masked_by == {f"{place}temperature": number, f"{place}top_p": number}
+            assert ended.masked_by == {f"{place}temperature": number, f"{place}{top_p}": number}
             path, body, _ = body_of(dialect, {"temperature": 1.0}, stream=stream)
             assert await head(it, path, body) == {}, "as the run samples"
 
@@ -74,15 +83,16 @@ def test_the_runs_own_sampling_wins_where_it_is_told_to_and_is_named_in_the_head
         generator = ScriptedGenerator()
         async with offered(generator, limits=ABLE, own_sampling=True) as it:
             seed = "sampling_seed" if dialect == "native" else "seed"
-            path, body, place = body_of(dialect, {"temperature": 0.2, "top_p": 0.5, seed: 3}, stream=stream)
+            top_p = top_p_of(dialect)
+            path, body, place = body_of(dialect, {"temperature": 0.2, top_p: 0.5, seed: 3}, stream=stream)
             told = await head(it, path, body)
-            assert told == {"x-midflight-replaced": f"{place}{seed}=own, {place}temperature=1.0, {place}top_p=1.0"}
+            assert told == {"x-midflight-replaced": f"{place}{seed}=own, {place}temperature=1.0, {place}{top_p}=1.0"}
             sampled = generator.requests[0].sampling
             assert (sampled.temperature, sampled.top_p) == (1.0, 1.0) and sampled.seed != 3
             assert not generator.requests[0].seeded
             (ended,) = it.seen.of(SessionEnded)
             assert ended.masked == {} and ended.num_trainable > 0
-            assert ended.replaced == {f"{place}{seed}": 1, f"{place}temperature": 1, f"{place}top_p": 1}
+            assert ended.replaced == {f"{place}{seed}": 1, f"{place}temperature": 1, f"{place}{top_p}": 1}
 
     run_virtual(main())
 

@@ -49,7 +49,7 @@ def test_streamed_and_whole_answers_of_a_calm_site_are_the_same() -> None:
     told, turns, _ = calm()
     for name in REQUESTS:
         assert told[name, True] == told[name, False], name
-    assert turns == 2 * (5 + 4 + 8)
+    assert turns == 2 * (6 + 4 + 8)
     assert any(STOP not in choice.text and choice.ended == "stop" for choice in told["eight prompts", False].choices.values())
     assert len({choice.text for choice in told["four choices", False].choices.values()}) == 4
     for name, answer in told.items():

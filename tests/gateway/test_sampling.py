@@ -53,8 +53,10 @@ def test_a_gateway_promises_what_all_its_engines_can() -> None:
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_a_seed_that_an_engine_would_not_honour_is_refused_by_name(dialect: str) -> None:
     kind, body = DIALECTS[dialect]
-    fields: dict[str, Any] = {"sampling_params": {"sampling_seed": 0}} if dialect == "native" else {"seed": 0}
-    name = "sampling_params.sampling_seed" if dialect == "native" else "seed"
+    places = {"native": ("sampling_params", "sampling_seed"), "contents": ("generationConfig", "seed")}
+    place = places.get(dialect, ("seed",))
+    fields: dict[str, Any] = {place[0]: {place[1]: 0}} if len(place) > 1 else {"seed": 0}
+    name = ".".join(place)
     asking: Exchange = kind(json.dumps(body | fields).encode())
     with pytest.raises(RequestRejected, match=f"^{name} .*leave it out") as caught:
         params_for(asking.call, 10, defaults=None, limits=UNSEEDED)

@@ -1,4 +1,4 @@
-"""Every method of the SDKs of OpenAI and Anthropic is answered, or refused by name with what to use instead."""
+"""Every method of the SDKs of OpenAI, Anthropic and Google is answered, or refused by name with what to use instead."""
 
 from __future__ import annotations
 
@@ -21,12 +21,18 @@ ROOT = Path(__file__).parents[2]
 TOOL: dict[str, Any] = runpy.run_path(str(ROOT / "tools" / "methods.py"))
 
 
-def test_both_sdks_are_looked_through() -> None:
+OF_OTHER_CLIENTS = {f"/v1beta/models/*:{verb}" for verb in ("embedContent", "predict", "predictLongRunning")}
+"""Verbs of Google's that its older SDKs and those for other languages have."""
+
+
+def test_all_sdks_are_looked_through() -> None:
     names = {(method.sdk, method.name) for method in TOOL["methods"]()}
     assert {
         ("openai", "conversations.items.create"),
         ("openai", "responses.input_tokens.count"),
         ("anthropic", "messages.batches.results"),
+        ("google-genai", "models.generate_content_stream"),
+        ("google-genai", "environments.files.download"),
     } <= names
     assert len(names) > 800
 
@@ -43,7 +49,7 @@ def test_every_method_is_answered_or_refused_by_its_name_and_no_row_of_refusals_
             sampling = SamplingParams(max_tokens=8)
             session, answering = [it.gateway.open(KEY, sampling=sampling, tracked=True) for _ in range(2)]
             for method in TOOL["methods"]():
-                if method.verb in (TOOL["LOCAL"], TOOL["SOCKET"]):
+                if method.verb in (TOOL["LOCAL"], TOOL["SOCKET"], TOOL["VERTEX"]):
                     continue
                 headers = {"anthropic-version": "2023-06-01"} if method.sdk == "anthropic" else {}
                 one = answering if TOOL["is_answered"](method) else session
@@ -56,12 +62,15 @@ def test_every_method_is_answered_or_refused_by_its_name_and_no_row_of_refusals_
                     needed.add(method.beginning)
                     sentence = f"{method.verb} {method.example} is not offered here: {NOT_OFFERED[method.beginning]}."
                     assert (answer.status_code, error["message"]) == (404, sentence) and TOOL["refused_by"](method) == sentence
-                    assert error["type"] == ("not_found_error" if headers else "invalid_request_error")
+                    if method.sdk == TOOL["GOOGLE"]:
+                        assert error["status"] == "NOT_FOUND"
+                    else:
+                        assert error["type"] == ("not_found_error" if headers else "invalid_request_error")
             assert it.gateway.close(session.session_id).failed_requests == 0
 
     run_virtual(main())
     needed.update(method.beginning for method in TOOL["methods"]() if method.verb == TOOL["SOCKET"])
-    assert needed == set(NOT_OFFERED)
+    assert needed | OF_OTHER_CLIENTS == set(NOT_OFFERED)
 
 
 REFUSED: list[Callable[[Any, Any], Coroutine[Any, Any, Any]]] = [

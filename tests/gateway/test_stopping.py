@@ -16,12 +16,14 @@ from midflight.gateway.http.http import build_app
 from midflight.wire.server import serve_app
 
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 200}
+STREAMED = "/v1beta/models/policy:streamGenerateContent?alt=sse"
 STREAMS = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": {"model": "policy", "prompt": "hi", "max_tokens": 200},
     "/v1/messages": CHAT,
     "/v1/responses": {"model": "policy", "input": "hi", "max_output_tokens": 200},
     "/generate": {"text": "hi", "sampling_params": {"max_new_tokens": 200}},
+    STREAMED: {"contents": [{"parts": [{"text": "hi"}]}], "generationConfig": {"maxOutputTokens": 200}},
 }
 
 
@@ -64,17 +66,20 @@ def test_what_waits_for_its_answer_is_told_503_in_json_and_so_is_what_comes_mean
         ("/v1/messages", {"type": "error"}),
         ("/v1/responses", {"type": "error"}),
         ("/generate", {"code": "stopping"}),
+        (STREAMED, {"code": 503, "status": "UNAVAILABLE"}),
     ],
 )
 def test_a_stream_ends_with_an_error_of_its_dialect(path: str, ends: dict[str, str]) -> None:
     async def main() -> None:
         async with serving() as (client, task):
-            async with client.post(path, json={**STREAMS[path], "stream": True}) as answer:
+            body = STREAMS[path] if path == STREAMED else {**STREAMS[path], "stream": True}
+            async with client.post(path, json=body) as answer:
                 assert answer.status == 200
                 said = await answer.content.readuntil(b"\n\n")
                 asyncio.get_running_loop().call_later(1.2, task.cancel)
                 said += await answer.content.read()
-            events = [json.loads(line[6:]) for line in said.decode().splitlines() if line.startswith("data: {")]
+            lines = [line.removeprefix("data: ") for line in said.decode().splitlines()]
+            events = [json.loads(line) for line in lines if line.startswith("{")]
             assert len(events) > 1
             last = events[-1]
             assert ends.items() <= (last["error"] if "code" in ends else last).items(), last

@@ -16,7 +16,7 @@ import jiter
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from tests.gateway.asked import frames
+from tests.gateway.asked import CONTENTS, frames, streamed
 from tests.gateway.offered import DEFAULTS, KEY, Offered, ScriptedGenerator, offered
 
 from midflight.gateway.answers.answer import Answer
@@ -115,6 +115,7 @@ PATHS = {
     "completions": "/v1/completions",
     "responses": "/v1/responses",
     "messages": "/v1/messages",
+    "contents": CONTENTS,
     "native": "/generate",
     "tokens": "/inference/v1/generate",
 }
@@ -122,8 +123,9 @@ PATHS = {
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    dialect = draw(st.sampled_from(["chat", "chat", "responses", "responses", "messages", "messages", "completions", "native", "tokens"]))
-    number = draw(st.integers(1, 2)) if dialect in ("chat", "completions") else 1
+    chats = ["chat", "responses", "messages", "contents"]
+    dialect = draw(st.sampled_from([*chats, *chats, "completions", "native", "tokens"]))
+    number = draw(st.integers(1, 2)) if dialect in ("chat", "completions", "contents") else 1
     texts = [draw(TEXTS) + draw(st.sampled_from(["", "<|end|>"])) for _ in range(number)]
     longest = max(len(scripted_tokenizer().encode(text)) for text in texts)
     limit = draw(st.integers(1, max(1, longest + 3)))
@@ -138,15 +140,20 @@ def cases(draw: st.DrawFn) -> Case:
             body |= {"input": "hi", "max_output_tokens": limit, "return_token_ids": draw(st.booleans())}
         case "messages":
             body |= {"messages": [{"role": "user", "content": "hi"}], "max_tokens": limit}
+        case "contents":
+            config: dict[str, Any] = {"maxOutputTokens": limit, "candidateCount": number, "responseLogprobs": draw(st.booleans())}
+            config |= {"stopSequences": stops} if stops else {}
+            config |= {"thinkingConfig": {"includeThoughts": draw(st.booleans())}}
+            body = {"contents": [{"parts": [{"text": "hi"}]}], "generationConfig": config, "returnTokenIds": draw(st.booleans())}
         case "completions":
             body |= {"prompt": "hi", "max_tokens": limit, "n": number, "return_token_ids": draw(st.booleans())}
         case "native":
             body = {"text": "hi", "sampling_params": {"max_new_tokens": limit, "stop": stops}}
         case _:
             body = {"token_ids": [97], "sampling_params": {"max_tokens": limit, "stop": stops}}
-    if stops and dialect in PATHS and dialect not in ("native", "tokens"):
+    if stops and dialect in PATHS and dialect not in ("native", "tokens", "contents"):
         body["stop_sequences" if dialect == "messages" else "stop"] = stops
-    if dialect in NAMED and draw(st.integers(0, 3)):
+    if dialect in (*NAMED, "contents") and draw(st.integers(0, 3)):
         body |= draw(tools_of(dialect))
     return Case(dialect, texts, body, sizes)
 
@@ -157,6 +164,11 @@ def tools_of(draw: st.DrawFn, dialect: str) -> dict[str, Any]:
     chosen = draw(st.sampled_from(["", "auto", "required", "none", "named"]))
     parallel = draw(st.sampled_from([None, True, False]))
     body: dict[str, Any] = {}
+    if dialect == "contents":
+        body["tools"] = [{"functionDeclarations": [{"name": name, "parameters": SCHEMA} for name in ("weather", "shell")]}]
+        mode = {"required": "ANY", "named": "ANY"}.get(chosen, chosen.upper())
+        calling = {"mode": mode, **({"allowedFunctionNames": ["weather"]} if chosen == "named" else {})}
+        return body | ({"toolConfig": {"functionCallingConfig": calling}} if chosen else {})
     if dialect == "messages":
         body["tools"] = [{"name": name, "input_schema": SCHEMA} for name in ("weather", "shell")]
         if chosen:
@@ -185,7 +197,7 @@ def without_ids(value: Any) -> Any:
         return {
             name: without_ids(inner)
             for name, inner in value.items()
-            if name not in ("id", "call_id", "created", "created_at", "request_id")
+            if name not in ("id", "call_id", "created", "created_at", "request_id", "responseId")
         }
     return [without_ids(inner) for inner in value] if isinstance(value, list) else value
 
@@ -279,6 +291,30 @@ def message_of_stream(parts: list[Any]) -> dict[str, Any]:
     return message
 
 
+def contents_of_stream(parts: list[Any]) -> dict[str, Any]:
+    """The body of a whole answer, from the pieces of a stream: texts of one kind that follow each other are one part. No piece says nothing
+    but the last of an answer that says nothing, because SDKs keep no content that has an empty part."""
+    whole: dict[str, Any] = {}
+    candidates: dict[int, dict[str, Any]] = {}
+    for piece in parts:
+        whole |= {name: value for name, value in piece.items() if name != "candidates"}
+        for told in piece["candidates"]:
+            known = candidates.setdefault(told["index"], {"content": {"role": "model", "parts": []}, "index": told["index"]})
+            said = known["content"]["parts"]
+            for part in told["content"]["parts"]:
+                assert part != {"text": ""} or ("finishReason" in told and not said)
+                if said and "text" in part and said[-1].keys() == part.keys():
+                    said[-1] = {**part, "text": said[-1]["text"] + part["text"]}
+                else:
+                    said.append(part)
+            if "logprobsResult" in told:
+                result = known.setdefault("logprobsResult", {"chosenCandidates": [], "topCandidates": []})
+                for name, entries in told["logprobsResult"].items():
+                    result[name] += entries
+            known |= {name: value for name, value in told.items() if name not in ("content", "index", "logprobsResult")}
+    return {**whole, "candidates": [candidates[index] for index in sorted(candidates)]}
+
+
 def response_of_stream(parts: list[Any]) -> dict[str, Any]:
     """The response of the last event; each item of it is what the events before said."""
     said: dict[int, str] = {}
@@ -313,11 +349,15 @@ def text_of(item: Any) -> str:
 async def asked(it: Offered, case: Case, *, stream: bool) -> Any:
     """The answer: a body, or the parts of a stream. A stream of a response is asked for again."""
     session = it.gateway.open(KEY, sampling=DEFAULTS, tracked=True)
+    path = PATHS[case.dialect]
     body = {**case.body, "stream": stream}
+    if case.dialect == "contents":
+        body = case.body
+        path = streamed(path) if stream else path
     if stream and case.dialect in ("chat", "completions"):
         body["stream_options"] = {"include_usage": True}
     base = f"/s/{session.api_key}"
-    answer = await it.http.post(base + PATHS[case.dialect], json=body)
+    answer = await it.http.post(base + path, json=body)
     assert answer.status_code == 200, answer.text
     if not stream:
         it.gateway.close(session.session_id)
@@ -349,6 +389,8 @@ def test_a_streamed_answer_joined_is_the_whole_answer(case: Case) -> None:
             assert without_ids(response_of_stream(parts)) == without_ids(whole)
         case "messages":
             assert without_ids(message_of_stream(parts)) == without_ids(whole)
+        case "contents":
+            assert without_ids(contents_of_stream(parts)) == without_ids(whole)
         case "completions":
             told = {choice["index"]: choice for choice in whole["choices"]}
             for index, joined in completion_of_stream(parts).items():

@@ -6,12 +6,14 @@ import json
 from typing import Any
 
 import pytest
+from tests.gateway.asked import streamed
 from tests.gateway.offered import DEFAULTS, KEY, ScriptedGenerator, offered
 
 from midflight.errors import RequestRejected
 from midflight.gateway.answers.plan import EngineLimits
 from midflight.gateway.dialects.chat import ChatExchange
 from midflight.gateway.dialects.completions import CompletionExchange
+from midflight.gateway.dialects.contents import ContentsExchange
 from midflight.gateway.dialects.messages import MessagesExchange
 from midflight.gateway.dialects.native import NativeExchange
 from midflight.gateway.dialects.responses import ResponsesExchange
@@ -31,8 +33,11 @@ GOOD: dict[str, tuple[type, dict[str, Any], str]] = {
     "completions": (CompletionExchange, {"model": "policy", "prompt": "hi"}, "/v1/completions"),
     "responses": (ResponsesExchange, {"model": "policy", "input": "hi"}, "/v1/responses"),
     "messages": (MessagesExchange, {"model": "policy", "messages": HI, "max_tokens": 8}, "/v1/messages"),
+    "contents": (ContentsExchange, {"contents": [{"parts": [{"text": "hi"}]}]}, "/v1beta/models/policy:generateContent"),
     "native": (NativeExchange, {"text": "hi"}, "/generate"),
 }
+PLACES = {"native": "sampling_params", "contents": "generationConfig"}
+"""The objects in which bodies have their sampling."""
 
 
 def exchange(dialect: str, **fields: Any) -> Any:
@@ -79,7 +84,17 @@ PASSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("messages", with_block(colour="red"), "messages.content.colour", "other"),
     ("messages", {"messages": [{"role": "user", "content": "x", "name": "me"}]}, "messages.name", "other"),
     ("native", {"colour": 1}, "colour", "other"),
-]
+    ("contents", {"colour": 1}, "colour", "other"),
+    ("contents", {"tools": [{"googleSearch": {}}]}, "tools.googleSearch", "tools.googleSearch"),
+    ("contents", {"tools": [{"google_search": {}}]}, "tools.google_search", "tools.google_search"),
+    ("contents", {"tools": [{"functionDeclarations": [{"name": "f", "behavior": "BLOCKING"}]}]}, "tools.functionDeclarations.behavior", "tools.functionDeclarations.behavior"),
+    ("contents", {"toolConfig": {"retrievalConfig": {"languageCode": "en"}}}, "toolConfig.retrievalConfig", "toolConfig.retrievalConfig"),
+    ("contents", {"generationConfig": {"mediaResolution": "MEDIA_RESOLUTION_LOW"}}, "generationConfig.mediaResolution", "generationConfig.mediaResolution"),
+    ("contents", {"generationConfig": {"colour": 1}}, "generationConfig.colour", "other"),
+    ("contents", {"contents": [{"parts": [{"text": "x", "colour": "red"}]}]}, "contents.parts.colour", "other"),
+    ("contents", {"contents": [{"name": "me", "parts": [{"text": "x"}]}]}, "contents.name", "other"),
+    ("contents", {"tools": [{"functionDeclarations": [{"name": "f"}]}], "toolConfig": {"functionCallingConfig": {"mode": "VALIDATED"}}}, "toolConfig.functionCallingConfig.mode", "toolConfig.functionCallingConfig.mode"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("dialect", "fields", "name", "label"), PASSED)
@@ -104,7 +119,7 @@ def test_what_is_harmless_is_told_and_refused_by_none(dialect: str) -> None:
 @pytest.mark.parametrize("name", ["temprature", "top-p", "TopK", "typical_p", "mirostat", "xtc_probability", "no_repeat_ngram_size"])
 def test_what_may_mean_a_sampling_parameter_is_refused_by_name(dialect: str, name: str) -> None:
     with pytest.raises(RequestRejected, match=name) as caught:
-        exchange(dialect, **({"sampling_params": {name: 0.5}} if dialect == "native" else {name: 0.5}))
+        exchange(dialect, **({PLACES[dialect]: {name: 0.5}} if dialect in PLACES else {name: 0.5}))
     assert str(caught.value.param).endswith(name)
 
 
@@ -186,16 +201,25 @@ def test_heads_and_counts_say_what_had_no_effect_and_what_was_lowered() -> None:
             metrics = Metrics()
             for dialect, (_, good, path) in GOOD.items():
                 limit = "max_output_tokens" if dialect == "responses" else "max_tokens"
-                more = {"sampling_params": {"max_new_tokens": 9000}} if dialect == "native" else {limit: 9000}
+                limit = {"native": "max_new_tokens", "contents": "maxOutputTokens"}.get(dialect, limit)
+                more = {PLACES[dialect]: {limit: 9000}} if dialect in PLACES else {limit: 9000}
                 for stream in (False, True):
-                    answer = await it.http.post(path, json={**good, **more, "colour": 1, "stream": stream})
+                    body = {**good, **more, "colour": 1}
+                    if dialect == "contents":
+                        path = streamed(path) if stream else path
+                    else:
+                        body["stream"] = stream
+                    answer = await it.http.post(path, json=body)
                     assert answer.status_code == 200, answer.text
                     assert answer.headers["x-midflight-ignored"] == "colour"
                     name, _, value = answer.headers["x-midflight-clamped"].partition("=")
-                    assert name == {"native": "sampling_params.max_new_tokens"}.get(dialect, limit) and 0 < int(value) < 64
+                    assert name == (f"{PLACES[dialect]}.{limit}" if dialect in PLACES else limit) and 0 < int(value) < 64
             plain = await it.http.post("/v1/completions", json={"model": "policy", "prompt": "hi", "max_tokens": 2})
             assert not [name for name in plain.headers if name.startswith("x-midflight")]
             counted = await it.http.post("/v1/messages/count_tokens", json={"model": "policy", "messages": HI, "colour": 1})
+            assert counted.headers["x-midflight-ignored"] == "colour"
+            body = {"contents": [{"parts": [{"text": "hi"}]}], "colour": 1}
+            counted = await it.http.post("/v1beta/models/policy:countTokens", json=body)
             assert counted.headers["x-midflight-ignored"] == "colour"
             for fact in it.seen.of(FieldsIgnored):
                 metrics.apply(fact)

@@ -10,6 +10,7 @@ import pytest
 
 from midflight.errors import MidflightError, RequestRejected
 from midflight.gateway.dialects.chat import ChatExchange
+from midflight.gateway.dialects.contents import ContentsExchange
 from midflight.gateway.dialects.messages import MessagesExchange
 from midflight.gateway.dialects.responses import ResponsesExchange
 
@@ -20,6 +21,12 @@ SCHEMA = {
     "required": ["city"],
     "$defs": {"p": {"type": "array", "items": {"type": "string", "pattern": "x"}}},
 }
+GOOGLES = {
+    "type": "OBJECT",
+    "properties": {"city": {"type": "STRING", "enum": ["a"], "nullable": True}, "n": {"type": "ARRAY", "items": {"type": "INTEGER"}, "maxItems": "3"}},
+    "required": ["city"],
+    "propertyOrdering": ["n", "city"],
+}  # fmt: skip
 FORMAT = {"name": "p", "schema": SCHEMA, "strict": True}
 CUSTOM = {"name": "patch", "description": "d", "format": {"type": "grammar", "syntax": "lark", "definition": "s"}}
 BODIES: dict[str, tuple[type, dict[str, Any]]] = {
@@ -86,6 +93,33 @@ BODIES: dict[str, tuple[type, dict[str, Any]]] = {
             ],
             "tools": [{"name": "weather", "description": "d", "input_schema": SCHEMA}],
             "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}},
+        },
+    ),
+    "contents": (
+        ContentsExchange,
+        {
+            "systemInstruction": {"role": "user", "parts": [{"text": "s"}]},
+            "contents": [
+                {"role": "user", "parts": [{"text": "hi"}]},
+                {
+                    "role": "model",
+                    "parts": [
+                        {"text": "t", "thought": True, "thoughtSignature": "c2ln"},
+                        {"functionCall": {"id": "c1", "name": "weather", "args": {"city": "a"}}},
+                    ],
+                },
+                {"role": "user", "parts": [{"functionResponse": {"id": "c1", "name": "weather", "response": {"output": "sun"}}}]},
+            ],
+            "tools": [
+                {"functionDeclarations": [{"name": "weather", "description": "d", "parameters": GOOGLES}]},
+                {"functionDeclarations": [{"name": "clock", "parametersJsonSchema": SCHEMA}]},
+            ],
+            "toolConfig": {"functionCallingConfig": {"mode": "AUTO"}},
+            "generationConfig": {
+                "temperature": 0.5, "topP": 0.9, "topK": 3, "maxOutputTokens": 9, "stopSequences": ["x"], "seed": 1, "candidateCount": 1,
+                "responseMimeType": "application/json", "responseSchema": GOOGLES, "responseLogprobs": True,
+                "thinkingConfig": {"includeThoughts": True, "thinkingBudget": 4, "thinkingLevel": "LOW"},
+            },
         },
     ),
 }  # fmt: skip

@@ -26,19 +26,26 @@ SESSION = "mf-s1-0-12-0-3-7.secret"
         (f"/s/mf-s0-0-1-0-0-1.x/v1/{SESSION}", {b"authorization": f"Bearer {SESSION}".encode()}, 0),
         ("/s/mf-s2-0-12-0-3-7.secret/v1/models", {}, 0),
         ("/metrics", {}, 0),
+        ("/v1beta/models/policy:generateContent", {b"x-goog-api-key": SESSION.encode()}, 1),
+        (f"/v1beta/models/policy:generateContent?key={SESSION}", {}, 1),
         ("/v1/chat/completions", {b"authorization": b"Bearer none"}, 0),
     ],
 )
 def test_a_request_goes_to_the_gateway_whose_session_it_names_and_any_other_to_the_first(
     path: str, headers: dict[bytes, bytes], shard: int
 ) -> None:
-    assert Routes(2).shard_of("POST", path, headers) == shard
+    assert Routes(2).shard_of(asking("POST", path, headers)) == shard
+
+
+def asking(method: str, address: str, headers: dict[bytes, bytes] | None = None) -> dict[str, object]:
+    path, _, query = address.partition("?")
+    return {"method": method, "path": path, "query_string": query.encode(), "headers": [*(headers or {}).items()]}
 
 
 def test_sessions_are_opened_at_each_gateway_in_turn() -> None:
     routes = Routes(3)
-    assert [routes.shard_of("POST", "/midflight/v1/sessions", {}) for _ in range(4)] == [0, 1, 2, 0]
-    assert routes.shard_of("GET", "/midflight/v1/sessions", {}) == 0
+    assert [routes.shard_of(asking("POST", "/midflight/v1/sessions")) for _ in range(4)] == [0, 1, 2, 0]
+    assert routes.shard_of(asking("GET", "/midflight/v1/sessions")) == 0
 
 
 def test_an_answer_comes_through_as_it_is_and_of_a_gateway_that_is_away_a_client_hears_that_asking_again_helps() -> None:

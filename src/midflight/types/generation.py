@@ -44,6 +44,8 @@ class Api(StrEnum):
     """Clients of OpenAI's routes, with the extra fields that vLLM's clients send."""
     ANTHROPIC = "anthropic"
     """Clients of the messages route."""
+    GOOGLE = "google"
+    """Clients of Google's routes."""
     NATIVE = "native"
     """Clients of `/generate`, under SGLang's names."""
     VLLM = "vllm"
@@ -111,6 +113,7 @@ def parameter(
     openai: str | None = _SAME,
     anthropic: str | None = _SAME,
     native: str | None = _SAME,
+    google: str | None = None,
     copied: bool = True,
     vllm: str = _SAME,
     sglang: str = _SAME,
@@ -118,7 +121,12 @@ def parameter(
     """A field of `SamplingParams`. `copied=False`: the value is not sent to servers as it is; the
     code for each server translates it.
     """
-    clients = {Api.OPENAI: openai, Api.ANTHROPIC: anthropic, Api.NATIVE: native}
+    clients = {
+        Api.OPENAI: openai,
+        Api.ANTHROPIC: anthropic,
+        Api.NATIVE: native,
+        Api.GOOGLE: google,
+    }
     servers = {Api.VLLM: vllm, Api.SGLANG: sglang} if copied else {}
     _declared.append(
         {
@@ -148,29 +156,48 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     max_tokens: int = parameter(
-        16, Range(1, _MOST), reshapes=False, openai=None, native="max_new_tokens", copied=False
+        16,
+        Range(1, _MOST),
+        reshapes=False,
+        openai=None,
+        native="max_new_tokens",
+        google="maxOutputTokens",
+        copied=False,
     )
     min_tokens: int = parameter(0, Range(0, _MOST), native="min_new_tokens", copied=False)
-    temperature: float = parameter(1.0, Range(0, 1000), reshapes=False)
+    temperature: float = parameter(1.0, Range(0, 1000), reshapes=False, google=_SAME)
     """0 is greedy."""
-    top_p: float = parameter(1.0, Range(0, 1, above=True), truncates=True)
-    top_k: int | None = parameter(None, Range(1, _MOST), truncates=True, copied=False)
+    top_p: float = parameter(1.0, Range(0, 1, above=True), truncates=True, google="topP")
+    top_k: int | None = parameter(
+        None, Range(1, _MOST), truncates=True, google="topK", copied=False
+    )
     min_p: float = parameter(0.0, Range(0, 1), truncates=True)
-    stop: tuple[str, ...] = parameter((), reshapes=False, anthropic="stop_sequences")
+    stop: tuple[str, ...] = parameter(
+        (), reshapes=False, anthropic="stop_sequences", google="stopSequences"
+    )
     stop_token_ids: tuple[int, ...] = parameter((), reshapes=False, anthropic=None, copied=False)
     ignore_eos: bool = parameter(False, reshapes=False, anthropic=None, copied=False)
     seed: int = parameter(
-        0, Range(0, 2**64 - 1), reshapes=False, native="sampling_seed", copied=False
+        0,
+        Range(0, 2**64 - 1),
+        reshapes=False,
+        native="sampling_seed",
+        google=_SAME,
+        copied=False,
     )
     """Unsigned 64 bits. The noise of a token is a function of (seed, absolute position, token id)
     and nothing else.
     """
 
-    frequency_penalty: float = parameter(0.0, Range(-2, 2), Feature.PENALTIES, anthropic=None)
+    frequency_penalty: float = parameter(
+        0.0, Range(-2, 2), Feature.PENALTIES, anthropic=None, google="frequencyPenalty"
+    )
     """Subtracted from a token's logit for each of its occurrences in the output so far. Larger
     repeats less.
     """
-    presence_penalty: float = parameter(0.0, Range(-2, 2), Feature.PENALTIES, anthropic=None)
+    presence_penalty: float = parameter(
+        0.0, Range(-2, 2), Feature.PENALTIES, anthropic=None, google="presencePenalty"
+    )
     """Subtracted once from the logit of each token that the output so far holds."""
     repetition_penalty: float = parameter(1.0, Range(0.01, 100), Feature.PENALTIES, anthropic=None)
     """Positive logits of tokens in prompt or output are divided by it, negative ones multiplied. 1

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
+from urllib.parse import parse_qsl
 
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -141,10 +142,25 @@ def bearer_in(headers: Mapping[bytes, bytes]) -> str | None:
     return key.strip() if kind.lower() == "bearer" else None
 
 
-def key_in(headers: Mapping[bytes, bytes]) -> str | None:
-    """The session's token, from whichever header the client's SDK sends its key in."""
-    own = headers.get(b"x-midflight-session") or headers.get(b"x-api-key")
-    return own.decode("latin-1") if own else bearer_in(headers)
+def key_of(scope: Scope) -> str | None:
+    """The session's token, from wherever the client's SDK puts its key: one of some headers, or the
+    `key` of the query.
+    """
+    headers = headers_of(scope)
+    for name in _KEYS:
+        own = headers.get(name)
+        if own:
+            return own.decode("latin-1")
+    return bearer_in(headers) or query_of(scope).get("key")
+
+
+_KEYS = (b"x-midflight-session", b"x-api-key", b"x-goog-api-key")
+
+
+def query_of(scope: Scope) -> dict[str, str]:
+    """The query of the address, with the last value of each name."""
+    query: bytes = scope.get("query_string", b"")
+    return dict(parse_qsl(query.decode("latin-1"), keep_blank_values=True)) if query else {}
 
 
 def same_token(given: str | None, expected: str) -> bool:

@@ -69,3 +69,13 @@ def arguments_text(value: JsonValue, param: str) -> str:
     raise RequestRejected(
         f"{param} is {value!r:.80}: send the JSON text of an object.", param=param
     )
+
+
+def json_text(value: JsonValue, param: str) -> str:
+    """A value as JSON text. Raises `RequestRejected` for a number that JSON cannot write."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        raise RequestRejected(
+            f"{param} holds a number that JSON cannot write: send finite numbers.", param=param
+        ) from None

@@ -18,6 +18,8 @@ ones.
 """
 
 ANY_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
+ANY_JSON = Grammar(GrammarKind.JSON_SCHEMA, '{"type": ["object", "array"]}')
+"""What Google's clients get if they ask for JSON without a schema."""
 
 _SPECIAL = re.compile(r"[\\.^$|?*+()\[\]{}]")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -111,7 +113,7 @@ def _regex(value: JsonValue, param: str) -> Grammar:
     return Grammar(GrammarKind.REGEX, _text(value, param))
 
 
-def _choice(value: JsonValue, param: str) -> Grammar:
+def choice_grammar(value: JsonValue, param: str) -> Grammar:
     """A grammar for one of several texts."""
     if not isinstance(value, list) or not value:
         raise RequestRejected(
@@ -172,7 +174,7 @@ _INNER: Mapping[str, _Reading] = {
     "json": _schema,
     "json_object": lambda value, param: ANY_OBJECT,
     "regex": _regex,
-    "choice": _choice,
+    "choice": choice_grammar,
     "grammar": _lark,
 }
 _READERS: Mapping[str, _Reading] = {
@@ -180,7 +182,7 @@ _READERS: Mapping[str, _Reading] = {
     "structured_outputs": _structured,
     "guided_json": _schema,
     "guided_regex": _regex,
-    "guided_choice": _choice,
+    "guided_choice": choice_grammar,
     "guided_grammar": _lark,
     "json_schema": _schema,
     "regex": _regex,

@@ -3,12 +3,14 @@ answers that several dialects write are here too.
 """
 
 import hashlib
+import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeAlias, TypeVar
+from typing import Generic, Protocol, TypeAlias, TypeVar, cast
 
 import msgspec
+from pydantic_core import from_json
 
 from midflight.gateway.answers.answer import Answer, Event
 from midflight.gateway.answers.plan import Job
@@ -59,7 +61,7 @@ class Exchange(Protocol):
         ...
 
     def closing(self, reply: Reply, answers: Sequence[Answer]) -> Iterable[Json]:
-        """Frames after the last answer, before `[DONE]` if the dialect has it."""
+        """Frames after the last answer, before the dialect's `done`."""
         ...
 
 
@@ -109,6 +111,10 @@ def told_alone(exchange: Exchange, fault: Fault) -> Json:
     return fault.body
 
 
+_OPENAIS_END = b"data: [DONE]\n\n"
+_COMMENT = b": waiting\n\n"
+
+
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """A wire format as a route: its path, the reader of its bodies, and the form of its errors and
@@ -116,18 +122,25 @@ class Dialect:
     """
 
     path: str
+    """`{model}` in it stands for the name of the model."""
     exchange: Callable[[bytes], Exchange]
     """Parses a body; raises `RequestRejected`."""
+    also: tuple[str, ...] = ()
+    """Other paths at which it answers."""
+    addressed: Callable[[bytes, Mapping[str, str]], Exchange] | None = None
+    """Parses a body in a dialect that reads the address too: `model` of its path, and its query."""
     keeping: Callable[[bytes, KeptResponses], Exchange] | None = None
     """Parses a body in a dialect whose requests may name earlier responses."""
     fault: Callable[[BaseException], Fault] = fault_of
     """Makes an error's answer as this dialect's clients read it."""
-    broken: Callable[[Exchange, Fault], Json] = told_alone
-    """The last frame of a stream that fails after it began."""
+    broken: "Callable[[Exchange, Fault], Json | bytes]" = told_alone
+    """The last frame of a stream that fails after it began; bytes are sent as they are."""
     named_events: bool = False
-    """True if frames are preceded by an `event:` line with their `type`. No `[DONE]` ends such a
-    stream.
-    """
+    """True if frames are preceded by an `event:` line with their `type`."""
+    done: bytes = _OPENAIS_END
+    """The end of a stream."""
+    waiting: bytes = _COMMENT
+    """What keeps a silent stream alive. Its clients must read over it."""
 
 
 Alternatives: TypeAlias = Sequence[Likely]
@@ -140,6 +153,20 @@ def call_id(request_id: str, index: int) -> str:
     """
     name = f"{index}.{request_id}".encode(errors="surrogatepass")
     return "call_" + hashlib.blake2b(name, digest_size=12).hexdigest()
+
+
+def arguments_so_far(arguments: str) -> Json:
+    """The arguments of a call as JSON. If the call broke off, it is what they say so far, as SDKs
+    make it of a stream.
+    """
+    try:
+        return cast(Json, json.loads(arguments))
+    except ValueError:
+        pass
+    try:
+        return cast(Json, from_json(arguments or "{}", allow_partial=True))
+    except ValueError:  # it broke off in what no reader of JSON goes on from
+        return {}
 
 
 def usage(answers: Sequence[Answer]) -> Json:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic.alias_generators import to_camel
 from pydantic_core import from_json, to_json
 
 from midflight.errors import RequestRejected
@@ -57,6 +58,23 @@ class Body(BaseModel):
     def passed_over(self) -> str | None:
         """Returns why this object is ignored as a whole, or `None` if it is read."""
         return None
+
+    @classmethod
+    def written(cls, name: str) -> str:
+        """A name as the tables of this body write it."""
+        return name
+
+
+class CamelBody(Body):
+    """A body whose names are in camel case. Google's clients write the same names in snake case
+    too.
+    """
+
+    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True)
+
+    @classmethod
+    def written(cls, name: str) -> str:
+        return to_camel(name)
 
 
 class RequestBody(Body):
@@ -166,9 +184,10 @@ def _check_values(body: bytes) -> None:
 
 def _look(body: Body, prefix: str, unread: UnreadFields) -> None:
     """Judges the fields that the body does not read, then looks at the bodies inside it."""
-    for name, value in (body.model_extra or {}).items():
+    for sent, value in (body.model_extra or {}).items():
+        name = body.written(sent)
         if value is not None and not unread_fields.is_neutral(value, body.neutral.get(name, ())):
-            _judge(type(body), prefix + name, name, unread=unread)
+            _judge(type(body), prefix + sent, name, unread=unread)
     held: dict[str, Body | list[object]] = {}
     for name in body.model_fields_set:
         value = getattr(body, name)
@@ -178,7 +197,7 @@ def _look(body: Body, prefix: str, unread: UnreadFields) -> None:
     if len(names) > 1:  # the set of fields has no order
         names = [name for name in type(body).model_fields if name in held]
     for name in names:
-        for place, inner in _bodies(prefix + name, held[name]):
+        for place, inner in _bodies(prefix + body.written(name), held[name]):
             fault = inner.passed_over()
             if fault is None:
                 _look(inner, f"{place}.", unread)
@@ -212,7 +231,7 @@ def _judge(body: type[Body], param: str, name: str, *, unread: UnreadFields) -> 
         return
     where = "This route does not have it."
     if meant in body.model_fields:
-        where = f"Did you mean {meant!r}?"
+        where = f"Did you mean {body.written(meant)!r}?"
     raise RequestRejected(f"unknown field {shown!r}: leave it out. {where}", param=shown)
 
 

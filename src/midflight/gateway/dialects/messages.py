@@ -2,17 +2,18 @@
 `docs/messages.md` lists its fields.
 """
 
-import json
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import cast
-
-from pydantic_core import from_json
 
 from midflight.errors import MidflightError
 from midflight.gateway.answers.answer import Answer, Event, News
-from midflight.gateway.dialects.exchange import Reply, call_id, weight_versions
+from midflight.gateway.dialects.exchange import (
+    Reply,
+    arguments_so_far,
+    call_id,
+    weight_versions,
+)
 from midflight.gateway.dialects.fields import parse
 from midflight.gateway.dialects.messages_input import MessagesBody, messages_call
 from midflight.gateway.dialects.unread_fields import UnreadFields
@@ -244,27 +245,13 @@ def _place(piece: Piece) -> str | int:
             return index
 
 
-def _input(arguments: str) -> Json:
-    """The input of a call, as the SDK makes it of a stream: if the call broke off, what its
-    arguments say so far.
-    """
-    try:
-        return cast(Json, json.loads(arguments))
-    except ValueError:
-        pass
-    try:
-        return cast(Json, from_json(arguments or "{}", allow_partial=True))
-    except ValueError:  # it broke off in what no reader of JSON goes on from
-        return {}
-
-
 def _block(pieces: Sequence[Piece], request_id: str) -> Json:
     first = pieces[0]
     if isinstance(first, CallPiece):
         arguments = [first.call.arguments]
         arguments += [piece.text for piece in pieces if isinstance(piece, ArgumentsPiece)]
         block = tool_use(first.call.name, first.index, request_id)
-        block["input"] = _input("".join(arguments))
+        block["input"] = arguments_so_far("".join(arguments))
         return block
     kind = _TEXT if isinstance(first, ContentPiece) else _THINKING
     block = _opened(kind)

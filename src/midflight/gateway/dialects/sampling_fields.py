@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, Field, create_model
+from pydantic.alias_generators import to_snake
 
 from midflight.errors import RequestRejected
 from midflight.gateway.dialects.fields import Body
@@ -95,12 +96,14 @@ class SamplingFields:
         written = [(p, p.names[api]) for p in PARAMETERS.values() if api in p.names]
         self.names: Mapping[str, str] = {p.name: prefix + name for p, name in written}
         """The client's name for each parameter."""
-        self._definitions: dict[str, Any] = {name: _definition(p) for p, name in written}
-        self._readers = {name: (p.name, prefix + name, _READERS.get(p.name)) for p, name in written}
+        self._definitions: dict[str, Any] = {to_snake(name): _definition(p) for p, name in written}
+        self._readers = {
+            to_snake(name): (p.name, prefix + name, _READERS.get(p.name)) for p, name in written
+        }
 
     def on(self, base: type[B]) -> type[B]:
         """The body with a field for each parameter, bounded by its range. `None` means the same as
-        an absent field.
+        an absent field. Names in camel case need a `CamelBody`.
         """
         return create_model(
             base.__name__, __base__=base, __module__=base.__module__, **self._definitions

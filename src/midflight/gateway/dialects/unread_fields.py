@@ -47,6 +47,13 @@ HARMLESS_MESSAGES: Mapping[str, str] = {
     "workspace_id": "names the client's account",
 }
 
+HARMLESS_GOOGLE: Mapping[str, str] = {
+    "labels": _LABELS,
+    "safetySettings": "nothing is moderated here",
+    "serviceTier": "there is one tier",
+    "store": "a session keeps what was said in it; without one nothing is kept",
+}
+
 IGNORED: Mapping[str, str] = {
     "access_programs": "names the client's account",
     "async": "the client sends a result when it has it",
@@ -71,6 +78,10 @@ IGNORED: Mapping[str, str] = {
     "max_tool_calls": "counts calls of tools that servers run",
     "mm_processor_kwargs": "is about pictures and sound",
     "models": "there is one model",
+    "partMetadata": _LABELS,
+    "partialArgs": "a call is read when it is whole",
+    "scheduling": "the client sends a result when it has it",
+    "willContinue": "a call is read when it is whole",
     "moderation": "nothing is moderated here",
     "num_retries": "belongs to the client",
     "phase": "templates have no place for it",
@@ -266,6 +277,46 @@ REFUSED_RESPONSES: Mapping[str, str] = {
     "messages": "send `input` instead",
 }
 """Fields that are refused on the responses route."""
+
+REFUSED_GOOGLE: Mapping[str, str] = {
+    **REFUSED,
+    "cachedContent": "send the whole conversation as `contents`",
+    "messages": "send `contents` instead",
+    "system": "send `systemInstruction` instead",
+    "instructions": "send `systemInstruction` instead",
+    "prompt": "send `contents` instead",
+    "input": "send `contents` instead",
+    "stream": "send the request to `:streamGenerateContent`",
+    **dict.fromkeys(
+        (
+            "candidateCount",
+            "frequencyPenalty",
+            "maxOutputTokens",
+            "presencePenalty",
+            "responseMimeType",
+            "responseSchema",
+            "seed",
+            "stopSequences",
+            "temperature",
+            "thinkingConfig",
+            "topK",
+            "topP",
+        ),
+        "send it in `generationConfig`",
+    ),
+}
+"""Fields that are refused on Google's routes."""
+
+REFUSED_GENERATION: Mapping[str, str] = {
+    **REFUSED,
+    "maxTokens": "send `maxOutputTokens` instead",
+    "responseFormat": "send `responseSchema` instead",
+    "responseModalities": "answers are text",
+    "speechConfig": "answers are text",
+    "imageConfig": "answers are text",
+    "translationConfig": "answers are text",
+}
+"""Fields that are refused in the `generationConfig` of Google's routes."""
 
 TOOLS: Mapping[str, str] = {
     **dict.fromkeys(

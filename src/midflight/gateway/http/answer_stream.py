@@ -12,12 +12,9 @@ from midflight.types import Json
 from midflight.wire import edge
 
 KEEP_ALIVE_SECONDS = 10.0
-"""The silence after which a comment is sent. Proxies and clients close silent connections, often
+"""The silence after which `Dialect.waiting` is sent. Proxies and clients close silent connections, often
 after 30 s.
 """
-
-_COMMENT = b": waiting\n\n"
-_DONE = b"data: [DONE]\n\n"
 
 
 class WholeAnswer:
@@ -114,7 +111,7 @@ class AnswerStream:
                     silence.since = silence.time()
                     reader.tell = self._at_once(send, silence)
                 elif silence.is_long:
-                    await self._send(send, _COMMENT)
+                    await self._send(send, self._dialect.waiting)
                     silence.since = silence.time()
             else:
                 return
@@ -169,11 +166,12 @@ class AnswerStream:
     def _closing(self) -> bytes:
         answers = self._reader.ongoing.job.answers
         frames = self._exchange.closing(self._reply, answers)
-        closing = b"".join(self._sse(frame) for frame in frames)
-        return closing if self._dialect.named_events else closing + _DONE
+        return b"".join(self._sse(frame) for frame in frames) + self._dialect.done
 
     def _broken(self, error: Exception) -> bytes:
         return self._sse(self._dialect.broken(self._exchange, self._dialect.fault(error)))
 
-    def _sse(self, frame: Json) -> bytes:
+    def _sse(self, frame: "Json | bytes") -> bytes:
+        if isinstance(frame, bytes):
+            return frame
         return edge.sse(frame, named=self._dialect.named_events)

@@ -41,18 +41,13 @@ class CompletionEndpoint:
         request: OpenRequest | None = None
         try:
             headers = edge.headers_of(scope)
-            key = edge.key_in(headers)
+            key = edge.key_of(scope)
             session = self._gateway.session_for(
                 path_token=scope["path_params"].get("token"), api_key=key
             )
             request = session.clock.begin()
             body = await edge.read_body(receive, declared=headers.get(b"content-length"))
-            keeping = self._dialect.keeping
-            exchange = (
-                self._dialect.exchange(body)
-                if keeping is None
-                else keeping(body, self._gateway.kept_for(session, key))
-            )
+            exchange = self._exchange(scope, body, session, key=key)
             if exchange.unread.fields or exchange.unread.refusal is not None:
                 self._gateway.pass_over(exchange.unread, path=self._dialect.path)
             await self._gateway.check_lengths(exchange.call, num_bytes=len(body))
@@ -78,6 +73,17 @@ class CompletionEndpoint:
         finally:
             if request is not None:
                 request.end()
+
+    def _exchange(
+        self, scope: Scope, body: bytes, session: Session, *, key: str | None
+    ) -> Exchange:
+        """Parses the request, as its dialect does. Raises `RequestRejected`."""
+        dialect = self._dialect
+        if dialect.keeping is not None:
+            return dialect.keeping(body, self._gateway.kept_for(session, key))
+        if dialect.addressed is not None:
+            return dialect.addressed(body, edge.query_of(scope) | scope["path_params"])
+        return dialect.exchange(body)
 
     def _failed(self, session: Session | None, error: Exception) -> None:
         edge.log_unexpected(error)

@@ -15,6 +15,12 @@ from starlette.websockets import WebSocket
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.dialects.chat import ChatExchange
 from midflight.gateway.dialects.completions import CompletionExchange
+from midflight.gateway.dialects.contents import (
+    ContentsExchange,
+    StreamedContentsExchange,
+    contents_fault,
+    told_bare,
+)
 from midflight.gateway.dialects.exchange import Dialect, ParsedBodyCache
 from midflight.gateway.dialects.messages import MessagesExchange, messages_fault
 from midflight.gateway.dialects.native import NativeExchange
@@ -30,17 +36,35 @@ from midflight.gateway.http.server_routes import ServerRoutes
 from midflight.wire import edge
 from midflight.wire.routes import fault_answer, json_answer, metrics_route, route
 
+
+def _of_google(verb: str, exchange: type[ContentsExchange]) -> Dialect:
+    """Google's SDKs read no comments of a stream, so a silent one gets empty lines."""
+    return Dialect(
+        f"/v1beta/models/{{model}}:{verb}",
+        exchange,
+        also=(f"/v1/models/{{model}}:{verb}",),
+        addressed=exchange,
+        fault=contents_fault,
+        broken=told_bare,
+        done=b"",
+        waiting=b"\n\n",
+    )
+
+
 DIALECTS = (
     Dialect("/v1/chat/completions", ParsedBodyCache(ChatExchange)),
     Dialect("/v1/completions", CompletionExchange),
-    Dialect("/v1/messages", MessagesExchange, fault=messages_fault, named_events=True),
+    Dialect("/v1/messages", MessagesExchange, fault=messages_fault, named_events=True, done=b""),
     Dialect(
         "/v1/responses",
         ResponsesExchange,
         keeping=ResponsesExchange,
         broken=broken,
         named_events=True,
+        done=b"",
     ),
+    _of_google("generateContent", ContentsExchange),
+    _of_google("streamGenerateContent", StreamedContentsExchange),
     Dialect("/generate", NativeExchange),
     Dialect("/inference/v1/generate", TokensExchange),
 )
@@ -62,13 +86,15 @@ def build_app(
 
     `now` gives Unix seconds for the `created` field and is used for nothing else.
     """
-    endpoints = {
-        dialect.path: CompletionEndpoint(gateway, dialect, now=now) for dialect in DIALECTS
-    }
+    endpoints: dict[str, ASGIApp] = {}
+    for dialect in DIALECTS:
+        endpoint = CompletionEndpoint(gateway, dialect, now=now)
+        endpoints |= dict.fromkeys((dialect.path, *dialect.also), endpoint)
     routes: list[BaseRoute] = []
     for prefix in ("/s/{token}", ""):
         for path, endpoint in endpoints.items():
-            routes.append(Route(prefix + path, endpoint, methods=["POST"]))
+            found = path.replace("{model}", "{model:path}")
+            routes.append(Route(prefix + found, endpoint, methods=["POST"]))
     routes += Lookups(gateway, now=now).routes()
     routes += KeptRoutes(gateway, now=now).routes()
     routes += ControlRoutes(control, token=control_token).routes()
@@ -80,8 +106,9 @@ def build_app(
     routes.append(WebSocketRoute("/{path:path}", _refuse_socket))
     if metrics is not None:
         routes.append(metrics_route(metrics, token=metrics_token))
+    plain = {path: endpoint for path, endpoint in endpoints.items() if "{" not in path}
     return AgentRouter(
-        endpoints, Starlette(routes=routes, exception_handlers={HTTPException: _http_exception})
+        plain, Starlette(routes=routes, exception_handlers={HTTPException: _http_exception})
     )
 
 

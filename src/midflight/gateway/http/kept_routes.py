@@ -247,7 +247,7 @@ class KeptRoutes:
 
 
 def _key(request: Request) -> str | None:
-    return edge.key_in(edge.headers_of(request.scope))
+    return edge.key_of(request.scope)
 
 
 def _read(

@@ -1,10 +1,12 @@
-"""The methods of OpenAI's and Anthropic's SDKs that have no route here, each with what to use
+"""The methods of OpenAI's, Anthropic's and Google's SDKs that have no route here, each with what to use
 instead. `docs/methods.md` is made from this table and from the SDKs.
 """
 
+import re
 from collections.abc import Mapping
 
 from midflight.errors import NotOffered
+from midflight.gateway.dialects.contents import contents_fault
 from midflight.gateway.dialects.messages import messages_fault
 from midflight.wire.edge import Fault, fault_of
 
@@ -13,9 +15,14 @@ _AGENTS = (
     "agents run in programs of their own; POST /v1/responses with a conversation keeps what was "
     "said"
 )
+_BATCHES = "engines batch what comes together; send each request by itself"
+_EMBEDS = "the model generates, and embeds nothing; leave that to another server"
 _FILES = "no files are kept here; write their text into the messages"
 _LIVE = "the model reads and writes text, over HTTP; POST /v1/responses with stream"
 _PICTURES = "the model reads and writes text alone; leave pictures and films to another server"
+_CALLS = "nobody is called here; read the stream, or wait for the answer"
+_STORES = "nothing is searched here; give the model a tool that searches in the agent's own program"
+_TRAINS = "`midflight train` trains the model that is served here"
 _SOUND = "the model reads and writes text alone; leave sound to another server"
 _JUDGED = "nothing is moderated here; judge answers in the reward of an environment"
 _MACHINES = "tools run in the agent's own program, or in the sandbox of an environment"
@@ -24,7 +31,7 @@ NOT_OFFERED: Mapping[str, str] = {
     "/v1/agents": _AGENTS,
     "/v1/assistants": _AGENTS,
     "/v1/audio": _SOUND,
-    "/v1/batches": "engines batch what comes together; send each request by itself",
+    "/v1/batches": _BATCHES,
     "/v1/chat/completions": (
         "chats are not kept by id; POST /v1/responses keeps its answers, and a session's record "
         "has its tokens"
@@ -36,11 +43,11 @@ NOT_OFFERED: Mapping[str, str] = {
     "/v1/deployment_runs": _AGENTS,
     "/v1/deployments": _AGENTS,
     "/v1/dreams": _AGENTS,
-    "/v1/embeddings": "the model generates, and embeds nothing; leave that to another server",
+    "/v1/embeddings": _EMBEDS,
     "/v1/environments": _MACHINES,
     "/v1/evals": "`midflight evaluate` scores held-out tasks",
     "/v1/files": _FILES,
-    "/v1/fine_tuning": "`midflight train` trains the model that is served here",
+    "/v1/fine_tuning": _TRAINS,
     "/v1/images": _PICTURES,
     "/v1/live": _LIVE,
     "/v1/memory_stores": _AGENTS,
@@ -66,20 +73,55 @@ NOT_OFFERED: Mapping[str, str] = {
     "/v1/uploads": _FILES,
     "/v1/user_profiles": _ACCOUNTS,
     "/v1/vaults": "no secrets are kept here; the agent's own program holds them",
-    "/v1/vector_stores": (
-        "nothing is searched here; give the model a tool that searches in the agent's own program"
-    ),
+    "/v1/vector_stores": _STORES,
     "/v1/videos": _PICTURES,
-    "/v1/webhook_endpoints": "nobody is called here; read the stream, or wait for the answer",
-    "/v1/webhook_event_types": "nobody is called here; read the stream, or wait for the answer",
+    "/v1/webhook_endpoints": _CALLS,
+    "/v1/webhook_event_types": _CALLS,
+    "/upload/v1beta/environments": _MACHINES,
+    "/upload/v1beta/files": _FILES,
+    "/upload/v1beta/fileSearchStores": _STORES,
+    "/v1beta/agents": _AGENTS,
+    "/v1beta/auth_tokens": _ACCOUNTS,
+    "/v1beta/batches": _BATCHES,
+    "/v1beta/cachedContents": (
+        "engines find common prefixes by themselves; send the whole conversation as contents"
+    ),
+    "/v1beta/credentials": "no secrets are kept here; the agent's own program holds them",
+    "/v1beta/decisions": _JUDGED,
+    "/v1beta/environments": _MACHINES,
+    "/v1beta/fileSearchStores": _STORES,
+    "/v1beta/files": _FILES,
+    "/v1beta/files:register": _FILES,
+    "/v1beta/interactions": _AGENTS,
+    "/v1beta/triggers": _AGENTS,
+    "/v1beta/tunedModels": _TRAINS,
+    "/v1beta/voices": _SOUND,
+    "/v1beta/webhooks": _CALLS,
+    "/ws": _LIVE,
+    "/v1beta/models/*": "there is one model, that of the run, which no client changes",
+    "/v1beta/models/*:embedContent": _EMBEDS,
+    "/v1beta/models/*:batchEmbedContents": _EMBEDS,
+    "/v1beta/models/*:asyncBatchEmbedContent": _EMBEDS,
+    "/v1beta/models/*:batchGenerateContent": _BATCHES,
+    "/v1beta/models/*:predict": _PICTURES,
+    "/v1beta/models/*:predictLongRunning": _PICTURES,
 }
 """What to do instead, by the beginning of the path. The longest beginning counts. A `*` stands for
-anything.
+anything. Google's paths end in a verb, and stand for those of its version `v1` too.
 """
+_MODELS = "/v1beta/models/*"
+_GOOGLES = re.compile("(/upload)?/v1beta/")
 
 
 def row_of(path: str) -> str | None:
     """The row for a path, or `None` if no SDK has a method there."""
+    by_verb = f"{_MODELS}:{path.rpartition(':')[2]}"
+    if path.startswith(("/v1beta/models/", "/v1/models/")) and by_verb in NOT_OFFERED:
+        return by_verb
+    return _beginning_of(path) or _beginning_of(path.replace("/v1/", "/v1beta/", 1))
+
+
+def _beginning_of(path: str) -> str | None:
     beginning = path
     while beginning:
         if beginning in NOT_OFFERED:
@@ -101,4 +143,6 @@ def refusal(method: str, path: str, headers: Mapping[bytes, bytes]) -> Fault | N
     if row is None:
         return None
     error = NotOffered(f"{method} {asked[:200]} is not offered here: {NOT_OFFERED[row]}.")
+    if _GOOGLES.match(row) or b"x-goog-api-key" in headers:
+        return contents_fault(error)
     return messages_fault(error) if b"anthropic-version" in headers else fault_of(error)

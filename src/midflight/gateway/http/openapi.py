@@ -1,5 +1,6 @@
 """The gateway's routes as an OpenAPI document."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -10,6 +11,7 @@ from pydantic.json_schema import models_json_schema
 
 from midflight.gateway.dialects.chat import ChatBody
 from midflight.gateway.dialects.completions import CompletionBody
+from midflight.gateway.dialects.contents_input import ContentsBody, CountContentsBody
 from midflight.gateway.dialects.messages_input import MessagesBody, PromptBody
 from midflight.gateway.dialects.native import NativeBody
 from midflight.gateway.dialects.responses_input import ResponsesBody
@@ -29,6 +31,7 @@ class RouteDescription:
     fault: str = "Fault"
     """The schema of its errors."""
     streams: bool = True
+    whole: bool = True
 
 
 DESCRIBED: Mapping[str, RouteDescription] = {
@@ -44,6 +47,18 @@ DESCRIBED: Mapping[str, RouteDescription] = {
     ),
     "/v1/messages/count_tokens": RouteDescription(
         PromptBody, "How long a prompt is", fault="NamedFault", streams=False
+    ),
+    "/v1beta/models/{model}:generateContent": RouteDescription(
+        ContentsBody, "A content, as Google's SDK speaks it", fault="GooglesFault", streams=False
+    ),
+    "/v1beta/models/{model}:streamGenerateContent": RouteDescription(
+        ContentsBody,
+        "A streamed content, as Google's SDK speaks it",
+        fault="GooglesFault",
+        whole=False,
+    ),
+    "/v1beta/models/{model}:countTokens": RouteDescription(
+        CountContentsBody, "How long contents are", fault="GooglesFault", streams=False
     ),
     "/generate": RouteDescription(
         NativeBody, "Generation from text or token ids, as SGLang's clients speak it"
@@ -101,6 +116,17 @@ _SCHEMAS: Mapping[str, Json] = {
             },
         },
     },
+    "GooglesFault": {
+        "type": "object",
+        "required": ["error"],
+        "properties": {
+            "error": {
+                "type": "object",
+                "required": ["code", "message", "status"],
+                "properties": {"code": {"type": "integer"}, "message": _TEXT, "status": _TEXT},
+            }
+        },
+    },
     "Model": _MODEL,
     "Models": {
         "type": "object",
@@ -138,7 +164,7 @@ def openapi_document(model: str) -> _Object:
                 "variables": {"token": {"default": "", "description": "The session's secret."}},
             },
         ],
-        "security": [{}, {"bearer": []}, {"apiKey": []}, {"session": []}],
+        "security": [{}, {"bearer": []}, {"apiKey": []}, {"googleKey": []}, {"session": []}],
         "paths": paths,
         "components": {"schemas": {**_bodies(model), **_SCHEMAS}, "securitySchemes": _security()},
     }
@@ -161,20 +187,31 @@ def _bodies(model: str) -> _Object:
 def _post(path: str, described: RouteDescription) -> Json:
     # A batch of the native dialect is answered by a list.
     kinds: Json = ["object", "array"] if path == "/generate" else "object"
-    answers: _Object = {
-        "application/json": {"schema": {"type": kinds}},
-    }
+    answers: _Object = {}
+    if described.whole:
+        answers["application/json"] = {"schema": {"type": kinds}}
     if described.streams:
         answers["text/event-stream"] = {}
     return {
         "summary": described.summary,
-        "operationId": path.strip("/").replace("/", "_"),
+        "operationId": re.sub(r"\W+", "_", path).strip("_"),
+        **_parameters(path, described),
         "requestBody": {"required": True, "content": _json(described.body.__name__)},
         "responses": {
             "200": {"description": "The answer, whole or streamed.", "content": answers},
             **_faults(described.fault, _FAULTS),
         },
     }
+
+
+def _parameters(path: str, described: RouteDescription) -> _Object:
+    """What the address of a route says."""
+    found: list[Json] = []
+    if "{model}" in path:
+        found.append({"name": "model", "in": "path", "required": True, "schema": _TEXT})
+    if not described.whole:
+        found.append({"name": "alt", "in": "query", "required": True, "schema": {"const": "sse"}})
+    return {"parameters": found} if found else {}
 
 
 def _plain_paths() -> _Object:
@@ -227,5 +264,6 @@ def _security() -> Json:
     return {
         "bearer": {"type": "http", "scheme": "bearer"},
         "apiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        "googleKey": {"type": "apiKey", "in": "header", "name": "x-goog-api-key"},
         "session": {"type": "apiKey", "in": "header", "name": "x-midflight-session"},
     }

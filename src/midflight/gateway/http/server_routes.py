@@ -23,7 +23,7 @@ from midflight.gateway.sessions.request import CompletionCall, Messages
 from midflight.gateway.sessions.session import Session
 from midflight.types import Json, Version
 from midflight.version import __version__
-from midflight.wire.edge import headers_of, key_in, plain_fault, read_body
+from midflight.wire.edge import key_of, plain_fault, read_body
 from midflight.wire.routes import fault_answer, holds, json_answer, route
 
 _TRAINER = (
@@ -159,7 +159,7 @@ class ServerRoutes:
         try:
             return self._gateway.session_for(
                 path_token=request.path_params.get("token"),
-                api_key=key_in(headers_of(request.scope)),
+                api_key=key_of(request.scope),
             )
         except (Unauthorized, RequestRejected):
             if self._token is None or "token" in request.path_params:

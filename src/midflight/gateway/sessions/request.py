@@ -113,5 +113,5 @@ class CompletionCall(msgspec.Struct, frozen=True):
         a grammar, so the client is referred to `tool_choice`.
         """
         if asked == "grammar" and self.tool_choice is ToolChoice.REQUIRED:
-            return "tool_choice"
+            asked = "tool_choice"
         return self.names.get(asked, asked)

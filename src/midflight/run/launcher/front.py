@@ -7,7 +7,7 @@ a second one, forwards requests just as well.
 
 import re
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from itertools import count
 from pathlib import Path
@@ -26,7 +26,7 @@ from midflight.wire.edge import (
     ClientGone,
     fault_of,
     headers_of,
-    key_in,
+    key_of,
     read_body,
     send_fault,
     with_client,
@@ -57,14 +57,15 @@ class Routes:
         self._num_gateways = num_gateways
         self._opened = count()
 
-    def shard_of(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> int:
+    def shard_of(self, scope: Scope) -> int:
         """Chooses by the session in the path, else by that of the key. New sessions go to each
         gateway in turn. A request that names no session goes to the first gateway, and so does one
         for a gateway that this run does not have: the session is unknown there too.
         """
-        if method == "POST" and path == OPENS:
+        path: str = scope["path"]
+        if scope["method"] == "POST" and path == OPENS:
             return next(self._opened) % self._num_gateways
-        found = _SHARD.search(path) or _SHARD.match(key_in(headers) or "")
+        found = _SHARD.search(path) or _SHARD.match(key_of(scope) or "")
         shard = int(found[1]) if found else 0
         return shard if shard < self._num_gateways else 0
 
@@ -125,8 +126,7 @@ class Front:
     async def _forward(
         self, scope: Scope, body: bytes, send: Send, begin: Callable[[bool], None]
     ) -> None:
-        shard = self._routes.shard_of(scope["method"], scope["path"], headers_of(scope))
-        gateway = self._gateways[shard]
+        gateway = self._gateways[self._routes.shard_of(scope)]
         query = scope["query_string"].decode("latin-1")
         path = scope["raw_path"].decode("latin-1") + (f"?{query}" if query else "")
         headers = {
