@@ -17,7 +17,15 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from midflight_direct import DoubleBuffer, beside, can_stand_beside, exchange
+from midflight_direct import (
+    DoubleBuffer,
+    LoadedInPlace,
+    beside,
+    can_stand_beside,
+    device_of,
+    exchange,
+    in_host_memory,
+)
 from midflight_seed import mixed
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -126,7 +134,8 @@ class DirectTransfer(WeightTransferEngine):
 
     def __init__(self, config, vllm_config, device, model):
         super().__init__(config, vllm_config, device, model)
-        self.double_buffer = DoubleBuffer(self._prepared, self._swapped)
+        self.double_buffer = DoubleBuffer(self._prepared, self._swapped, device_of(model))
+        self._in_place = LoadedInPlace(partial(_reload, model, self.model_config))
 
     def init_transfer_engine(self, init_info: OrderBody) -> None:
         parallel = self.parallel_config
@@ -155,9 +164,9 @@ class DirectTransfer(WeightTransferEngine):
     def shutdown(self) -> None:
         pass
 
-    def _prepared(self, tensors: list[tuple[str, Tensor]]):
+    def _prepared(self, tensors: Iterator[tuple[str, Tensor]]):
         if not can_stand_beside(self.model):
-            return tensors
+            return in_host_memory(tensors)
         ready = beside(self.model)
         for served, other in zip(self.model.modules(), ready.modules(), strict=True):
             known = reload.get_layerwise_info(served)
@@ -167,16 +176,18 @@ class DirectTransfer(WeightTransferEngine):
             for kind in known.restore_metadata:
                 metadata.append({name: _unloaded(t, served) for name, t in kind.items()})
             new.restore_metadata = tuple(metadata)
-        _reload(ready, self.model_config, tensors)
-        for other in ready.modules():  # vLLM's notes of a layer hold the layer
-            reload.LAYERWISE_INFO.pop(other).restore_metadata = ({}, {})
+        try:
+            _reload(ready, self.model_config, tensors)
+        finally:
+            for other in ready.modules():  # vLLM's notes of a layer hold the layer
+                reload.LAYERWISE_INFO.pop(other).restore_metadata = ({}, {})
         return ready
 
     def _swapped(self, ready):
         if isinstance(ready, nn.Module):
+            self._in_place.forget()
             return exchange(self.model, ready)
-        _reload(self.model, self.model_config, ready)
-        return None
+        return self._in_place.swap(ready)
 
 
 WeightTransferEngineFactory.register_engine("midflight", DirectTransfer)
