@@ -32,7 +32,7 @@ from midflight.engines.embedded.weights import model_fingerprint
 from midflight.errors import WeightsCorrupt
 from midflight.models.load import load_model, save_model
 from midflight.models.names import as_tensors, in_dtype, named_tensors, outlines
-from midflight.run.device_check.inside import Worker
+from midflight.run.device_check.inside import BenchWorker
 from midflight.trainer.checkpoint import load_checkpoint
 from midflight.trainer.credit import Scoring
 from midflight.trainer.critic import Valuation
@@ -256,7 +256,7 @@ def test_a_version_goes_from_the_trainers_device_to_a_workers_through_no_host_me
     source = Source()
     served = both(lambda: tiny_model(seed=5))[1]
     places = [parameter.data_ptr() for parameter in served.parameters()]
-    worker = Worker(served)
+    worker = BenchWorker(served)
     first = {name: tensor.cpu() for name, tensor in named_tensors(served).items()}
     made = [first]
 
@@ -299,7 +299,7 @@ def test_an_engine_that_has_no_device_or_comes_late_gets_the_version_from_host_m
         with pytest.raises(WeightsCorrupt, match="its bytes hash to"):
             reader.fetch(damaged)
 
-        worker = Worker(both(lambda: tiny_model(seed=5))[1])
+        worker = BenchWorker(both(lambda: tiny_model(seed=5))[1])
         asyncio.run(DirectFeed().bring(manifests[0], worker))  # the older one, which has left the device
         worker.buffer.take(1)
         assert equal(worker.model, expected[0])

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from midflight.run.device_check.report import DeviceReport, Outcome
+from midflight.run.device_check.report import DeviceReport, TrialOutcome
 from midflight.run.device_check.table import PARTS
 
 ROOT = Path(__file__).parents[2]
@@ -34,14 +34,14 @@ def checked(device: str, folder: Path, **environ: str) -> DeviceReport:
 
 def works(report: DeviceReport, name: str) -> int:
     (part,) = (part for part in report.parts if part.name == name)
-    return sum(trial.outcome is Outcome.WORKS for trial in part.trials)
+    return sum(trial.outcome is TrialOutcome.WORKS for trial in part.trials)
 
 
 @pytest.mark.timeout(900)
 def test_every_path_that_a_cpu_has_works_and_the_others_say_why_not(tmp_path: Path) -> None:
     report = checked("cpu", tmp_path / "here")
     assert all(works(report, name) for name in PARTS if name not in ("vLLM", "SGLang"))
-    left = {trial.what: trial.found for trial in report.trials(Outcome.NOT_TRIED)}
+    left = {trial.what: trial.found for trial in report.trials(TrialOutcome.NOT_TRIED)}
     assert left["a step with compiled layers"] == "compiling for cpu takes minutes"
     assert left["vLLM: sleep and wake"].startswith("vLLM is not here: make engines")
     assert left["SGLang: tensor-parallel 2"].startswith("SGLang is not here: make engines")
@@ -57,5 +57,5 @@ def test_the_same_command_works_on_another_device(tmp_path: Path) -> None:
     report = checked("second:0", tmp_path / "there", PYTHONPATH=str(package.parent))
     computes = [name for name in PARTS if name not in ("two ranks", "one tensor in two processes", "a whole run", "vLLM", "SGLang")]
     assert all(works(report, name) for name in computes)
-    left = {trial.what: trial.found for trial in report.trials(Outcome.NOT_TRIED)}
+    left = {trial.what: trial.found for trial in report.trials(TrialOutcome.NOT_TRIED)}
     assert left["midflight train"] == "a run computes on cpu or cuda, not second"

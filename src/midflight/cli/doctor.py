@@ -65,7 +65,7 @@ def _tried(device: str, folder: Path, asked: Path | None, overrides: Sequence[st
     """Tries a device and writes the report. Status 1 if anything failed."""
     from midflight.errors import ConfigError
     from midflight.run.device_check.check import check_device
-    from midflight.run.device_check.report import Outcome, write_report
+    from midflight.run.device_check.report import TrialOutcome, write_report
 
     if asked is not None or overrides:
         given = "--set" if asked is None else str(asked)
@@ -75,7 +75,7 @@ def _tried(device: str, folder: Path, asked: Path | None, overrides: Sequence[st
         )
     found = check_device(device, say=typer.echo)
     as_json, as_page = write_report(found, folder)
-    failed = found.trials(Outcome.FAILED)
+    failed = found.trials(TrialOutcome.FAILED)
     for trial in failed:
         typer.echo(f"failed: {trial.what}: {trial.line}")
     typer.echo(f"{found.verdict}; {as_page} and {as_json} say all of it")

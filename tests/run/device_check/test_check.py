@@ -12,11 +12,11 @@ import pytest
 
 from midflight.cli import main
 from midflight.run.device_check import check, child
-from midflight.run.device_check.report import About, Outcome, Trial
+from midflight.run.device_check.report import CheckedDevice, DeviceTrial, TrialOutcome
 from midflight.run.device_check.table import PARTS
 
-ABOUT = About("a device", {"torch": "1"})
-WORKS = Trial("a deed", Outcome.WORKS, "done")
+ABOUT = CheckedDevice("a device", {"torch": "1"})
+WORKS = DeviceTrial("a deed", TrialOutcome.WORKS, "done")
 Script = Callable[[str], None]
 
 
@@ -29,12 +29,12 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
             words = [sys.executable, "-c", program, process.part, str(process.seconds)]
             return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=errors)
 
-        monkeypatch.setattr(check._Process, "_start", start)
+        monkeypatch.setattr(check._PartProcess, "_start", start)
 
     yield given
 
 
-def lines(*messages: About | Trial) -> str:
+def lines(*messages: CheckedDevice | DeviceTrial) -> str:
     said = b"\n".join(msgspec.json.encode(message) for message in messages).decode()
     return f"print({said!r}, flush=True)\n"
 
@@ -69,7 +69,7 @@ def test_a_part_that_crashes_or_hangs_is_one_failure_beside_what_it_has_said(
     monkeypatch.setattr(check, "PARTS", {"one": 5.0})
     script(lines(ABOUT, WORKS) + program)
     (part,) = check.check_device("cpu").parts
-    assert part.trials[0] == WORKS and part.trials[1].outcome is Outcome.FAILED and found in part.trials[1].found
+    assert part.trials[0] == WORKS and part.trials[1].outcome is TrialOutcome.FAILED and found in part.trials[1].found
 
 
 def test_a_process_that_does_not_even_end_itself_is_killed(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,7 @@ def test_a_process_that_does_not_even_end_itself_is_killed(script: Script, monke
     monkeypatch.setattr(check, "LEAST_SECONDS", 0.0)
     script(lines(ABOUT, WORKS) + "import time\ntime.sleep(60)")
     (part,) = check.check_device("cpu").parts
-    assert [trial.outcome for trial in part.trials] == [Outcome.WORKS, Outcome.FAILED] and part.seconds < 30
+    assert [trial.outcome for trial in part.trials] == [TrialOutcome.WORKS, TrialOutcome.FAILED] and part.seconds < 30
 
 
 def test_what_comes_after_the_ten_minutes_is_said_as_not_tried(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:

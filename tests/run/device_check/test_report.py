@@ -9,11 +9,11 @@ import pytest
 
 from midflight.cli import main
 from midflight.run.device_check import check
-from midflight.run.device_check.report import DeviceReport, Outcome, Part, Trial, page, write_report
+from midflight.run.device_check.report import DeviceReport, DeviceTrial, Part, TrialOutcome, page, write_report
 
-WORKS = Trial("a copy", Outcome.WORKS, "2 GB/s", "3 GB/s that memory allows")
-FAILED = Trial("a swap", Outcome.FAILED, "all tokens are of one version", remedy='set rollout.pause_mode = "recompute"')
-LEFT = Trial("NCCL", Outcome.NOT_TRIED, "one GPU is here")
+WORKS = DeviceTrial("a copy", TrialOutcome.WORKS, "2 GB/s", "3 GB/s that memory allows")
+FAILED = DeviceTrial("a swap", TrialOutcome.FAILED, "all tokens are of one version", remedy='set rollout.pause_mode = "recompute"')
+LEFT = DeviceTrial("NCCL", TrialOutcome.NOT_TRIED, "one GPU is here")
 REPORT = DeviceReport(
     "cuda:1",
     "A | GPU",
@@ -43,10 +43,10 @@ def test_a_report_is_a_json_file_that_reads_back_and_a_page_that_leads_with_what
         (WORKS, "2 GB/s, of 3 GB/s that memory allows"),
         (FAILED, 'all tokens are of one version; set rollout.pause_mode = "recompute"'),
         (LEFT, "one GPU is here"),
-        (Trial("a", Outcome.FAILED, "one\ntwo", remedy="b"), "one; b"),
+        (DeviceTrial("a", TrialOutcome.FAILED, "one\ntwo", remedy="b"), "one; b"),
     ],
 )
-def test_a_trial_is_one_sentence(trial: Trial, said: str) -> None:
+def test_a_trial_is_one_sentence(trial: DeviceTrial, said: str) -> None:
     assert trial.line == said
 
 

@@ -13,8 +13,8 @@ import torch
 from midflight.engines.embedded.engine import EmbeddedEngine, Generated
 from midflight.run.device_check import inside, kernels, sameness, speeds, swaps
 from midflight.run.device_check.bench import SMALL, Bench, Found, Wrong, not_tried, requests, tried, within
-from midflight.run.device_check.report import Outcome, Trial
-from midflight.run.device_check.swaps import Answer, checked_answer
+from midflight.run.device_check.report import DeviceTrial, TrialOutcome
+from midflight.run.device_check.swaps import SwappedAnswer, checked_answer
 from midflight.trainer.model import policy
 from midflight.types import PauseMode
 from midflight.weights.transports import file_receiver
@@ -32,21 +32,25 @@ def bench(scratch: Path) -> Bench:
     return Bench(CPU, scratch)
 
 
-def failed(trials: Iterable[Trial]) -> list[str]:
-    return [trial.what for trial in trials if trial.outcome is Outcome.FAILED]
+def failed(trials: Iterable[DeviceTrial]) -> list[str]:
+    return [trial.what for trial in trials if trial.outcome is TrialOutcome.FAILED]
 
 
 def test_a_trial_keeps_what_was_found_its_error_or_the_reason() -> None:
     assert tried("a", lambda: "5", remedy="r").found == "5"
     found = tried("a", lambda: Found("5", "7"), remedy="r")
-    assert (found.outcome, found.limit, found.remedy) == (Outcome.WORKS, "7", "")
+    assert (found.outcome, found.limit, found.remedy) == (TrialOutcome.WORKS, "7", "")
 
     def breaks() -> str:
         raise RuntimeError("no kernel image")
 
     broken = tried("a", breaks, remedy='set trainer.device = "cpu"')
-    assert (broken.outcome, broken.found, broken.remedy) == (Outcome.FAILED, "RuntimeError: no kernel image", 'set trainer.device = "cpu"')
-    assert not_tried("a", "no GPU").outcome is Outcome.NOT_TRIED
+    assert (broken.outcome, broken.found, broken.remedy) == (
+        TrialOutcome.FAILED,
+        "RuntimeError: no kernel image",
+        'set trainer.device = "cpu"',
+    )
+    assert not_tried("a", "no GPU").outcome is TrialOutcome.NOT_TRIED
     assert within(0.5, 1.0, "nats") == "0.5 nats"
     for number in (1.5, float("nan")):
         with pytest.raises(Wrong, match="at most 1 are rounding"):
@@ -54,7 +58,7 @@ def test_a_trial_keeps_what_was_found_its_error_or_the_reason() -> None:
 
 
 def test_what_a_cpu_cannot_try_is_said_with_its_reason(bench: Bench) -> None:
-    said = {trial.what: trial.found for trial in speeds.limits(bench) if trial.outcome is Outcome.NOT_TRIED}
+    said = {trial.what: trial.found for trial in speeds.limits(bench) if trial.outcome is TrialOutcome.NOT_TRIED}
     assert said == {"copies to and from the host": "its memory is the host's"}
     assert [size.name for size in bench.sizes] == ["small"] and bench.why_not_real.startswith("cpu is no GPU")
 
@@ -82,7 +86,7 @@ def noisy(answer: Generated, noise: float) -> Generated:
     ],
 )
 def test_log_probabilities_of_the_engine_that_are_off_are_found(
-    part: Callable[[Bench], Iterator[Trial]], what: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
+    part: Callable[[Bench], Iterator[DeviceTrial]], what: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, calls = EmbeddedEngine.generate_all, list[int]()
 
@@ -102,11 +106,11 @@ def test_an_answer_whose_tokens_are_said_to_be_of_another_version_is_found(bench
         right = swaps.across(models, request.input_ids, output, number=5, mode=mode).tolist()
         versions = [0] * 5 + [1] * 7
         assert "5 tokens of the version before and 7 of the new one" in checked_answer(
-            models, request, Answer(output, right, versions), mode
+            models, request, SwappedAnswer(output, right, versions), mode
         )
         for wrong in ([0] * 6 + [1] * 6, [0] * 12, [1] + [0] * 5 + [1] * 6):
             with pytest.raises(Wrong):
-                checked_answer(models, request, Answer(output, right, wrong), mode)
+                checked_answer(models, request, SwappedAnswer(output, right, wrong), mode)
     keep, recompute = (swaps.across(models, request.input_ids, output, number=5, mode=mode) for mode in swaps.MODES)
     assert PauseMode.KEEP is swaps.MODES[0] and (keep[:5] == recompute[:5]).all() and abs(keep[6:] - recompute[6:]).max() > 1e-3
 

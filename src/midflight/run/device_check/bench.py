@@ -22,7 +22,7 @@ from midflight.models.export import export_model
 from midflight.models.load import load_model
 from midflight.models.proof import described, own_logprobs
 from midflight.observe.readable import size as readable_size
-from midflight.run.device_check.report import Outcome, Trial
+from midflight.run.device_check.report import DeviceTrial, TrialOutcome
 from midflight.text.byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
 from midflight.trainer.credit import Scoring
@@ -48,7 +48,7 @@ LEARNING_RATE = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class BenchSize:
     """The sizes of a model and of the work that it is given."""
 
     name: str
@@ -71,7 +71,7 @@ class Size:
     """Bytes of the device's memory that its trials take."""
 
 
-SMALL = Size(
+SMALL = BenchSize(
     "small",
     hidden=128,
     inner=384,
@@ -86,7 +86,7 @@ SMALL = Size(
     micro_batch=512,
     needs=0,
 )
-REAL = Size(
+REAL = BenchSize(
     "half a billion weights",
     hidden=1024,
     inner=3072,
@@ -118,7 +118,7 @@ class Found:
     limit: str = ""
 
 
-def tried(what: str, deed: Callable[[], str | Found], *, remedy: str) -> Trial:
+def tried(what: str, deed: Callable[[], str | Found], *, remedy: str) -> DeviceTrial:
     """The trial of one thing. Any error of it is its result: `remedy` names the option that avoids
     it.
     """
@@ -128,16 +128,16 @@ def tried(what: str, deed: Callable[[], str | Found], *, remedy: str) -> Trial:
     except Exception as error:  # a device may fail in any way
         said = str(error) if isinstance(error, Wrong | MidflightError) else described(error)
         seconds = time.monotonic() - began
-        return Trial(what, Outcome.FAILED, said, remedy=remedy, seconds=seconds)
+        return DeviceTrial(what, TrialOutcome.FAILED, said, remedy=remedy, seconds=seconds)
     if isinstance(found, str):
         found = Found(found)
     seconds = time.monotonic() - began
-    return Trial(what, Outcome.WORKS, found.text, found.limit, seconds=seconds)
+    return DeviceTrial(what, TrialOutcome.WORKS, found.text, found.limit, seconds=seconds)
 
 
-def not_tried(what: str, why: str) -> Trial:
+def not_tried(what: str, why: str) -> DeviceTrial:
     """The trial of something that this machine cannot try."""
-    return Trial(what, Outcome.NOT_TRIED, why)
+    return DeviceTrial(what, TrialOutcome.NOT_TRIED, why)
 
 
 def within(number: float, bound: float, unit: str) -> str:
@@ -164,7 +164,7 @@ class Bench:
         return torch.cuda.device_count() if self.is_cuda else 1
 
     @property
-    def sizes(self) -> Sequence[Size]:
+    def sizes(self) -> Sequence[BenchSize]:
         """The sizes that are tried here."""
         return (SMALL,) if self.why_not_real else (SMALL, REAL)
 
@@ -181,7 +181,7 @@ class Bench:
             )
         return ""
 
-    def folder(self, size: Size, *, seed: int = 0) -> Path:
+    def folder(self, size: BenchSize, *, seed: int = 0) -> Path:
         """The folder of a model of random weights, which is made when it is first asked for."""
         folder = self.scratch / f"{size.name.replace(' ', '-')}-{seed}"
         if not folder.exists():
@@ -205,7 +205,7 @@ class Bench:
 
     def model(
         self,
-        size: Size,
+        size: BenchSize,
         *,
         seed: int = 0,
         dtype: str = "float32",
@@ -214,7 +214,9 @@ class Bench:
         """A model of that size on the device. Equal seeds give equal weights."""
         return load_model(self.folder(size, seed=seed), dtype=dtype, device=device or self.device)
 
-    def engine(self, model: PreTrainedModel, size: Size, *, version: Version = 0) -> EmbeddedEngine:
+    def engine(
+        self, model: PreTrainedModel, size: BenchSize, *, version: Version = 0
+    ) -> EmbeddedEngine:
         return EmbeddedEngine(
             model,
             tokenizer=Tokenizer.load(self.folder(size)),
@@ -262,7 +264,7 @@ def _speak_up(model: PreTrainedModel) -> None:
 
 def policy_trainer(
     model: PreTrainedModel,
-    size: Size,
+    size: BenchSize,
     *,
     compute_dtype: torch.dtype | None = None,
     activation_checkpointing: bool = False,
@@ -290,7 +292,7 @@ def policy_trainer(
 
 
 def requests(
-    size: Size, number: int, *, answer: int | None = None, first: int = 0
+    size: BenchSize, number: int, *, answer: int | None = None, first: int = 0
 ) -> list[GenerateRequest]:
     """So many requests with seeds and prompts of their own, for exactly `answer` tokens."""
     made: list[GenerateRequest] = []
@@ -302,7 +304,7 @@ def requests(
     return made
 
 
-def batch(size: Size, version: Version) -> PackedBatch:
+def batch(size: BenchSize, version: Version) -> PackedBatch:
     """A batch of random tokens and rewards."""
     draw = np.random.default_rng(version)
     num_rows = size.groups * GROUP

@@ -23,7 +23,13 @@ from typing import IO
 import msgspec
 
 from midflight.errors import ConfigError
-from midflight.run.device_check.report import About, DeviceReport, Outcome, Part, Trial
+from midflight.run.device_check.report import (
+    CheckedDevice,
+    DeviceReport,
+    DeviceTrial,
+    Part,
+    TrialOutcome,
+)
 from midflight.run.device_check.table import BUDGET_SECONDS, LEAST_SECONDS, PARTS
 from midflight.run.endpoint import TOKEN_VARIABLE
 from midflight.run.orphan_guard import guarded
@@ -41,7 +47,7 @@ def check_device(device: str, *, say: Callable[[str], None] = lambda _: None) ->
     """
     began = time.monotonic()
     parts: list[Part] = []
-    about = About("unknown", {})
+    about = CheckedDevice("unknown", {})
     with tempfile.TemporaryDirectory(prefix="midflight-doctor-") as scratch:
         for name, most in PARTS.items():
             say(f"{name}")
@@ -50,10 +56,10 @@ def check_device(device: str, *, say: Callable[[str], None] = lambda _: None) ->
                 parts.append(Part(name, (_too_late(name),)))
                 continue
             started = time.monotonic()
-            process = _Process(device, Path(scratch), seconds=min(most, left), part=name)
-            trials: list[Trial] = []
+            process = _PartProcess(device, Path(scratch), seconds=min(most, left), part=name)
+            trials: list[DeviceTrial] = []
             for found in process.run():
-                if isinstance(found, About):
+                if isinstance(found, CheckedDevice):
                     about = found
                 else:
                     trials.append(found)
@@ -69,13 +75,13 @@ def check_device(device: str, *, say: Callable[[str], None] = lambda _: None) ->
     )
 
 
-def _too_late(name: str) -> Trial:
+def _too_late(name: str) -> DeviceTrial:
     why = f"the {BUDGET_SECONDS / 60:.0f} minutes of a check were over"
-    return Trial(name, Outcome.NOT_TRIED, why)
+    return DeviceTrial(name, TrialOutcome.NOT_TRIED, why)
 
 
 @dataclass(frozen=True, slots=True)
-class _Process:
+class _PartProcess:
     """The process of one part."""
 
     device: str
@@ -83,7 +89,7 @@ class _Process:
     seconds: float
     part: str
 
-    def run(self) -> Iterator[About | Trial]:
+    def run(self) -> Iterator[CheckedDevice | DeviceTrial]:
         """Yields what it says. An end that is none of its own is one more trial, which failed.
         Raises `ConfigError` if there is no such device.
         """
@@ -128,7 +134,7 @@ class _Process:
             start_new_session=True,
         )
 
-    def _ended(self, status: int, said: str) -> Trial:
+    def _ended(self, status: int, said: str) -> DeviceTrial:
         lines = [line for line in said.splitlines() if line.strip()]
         if "Timeout (" in said:
             start = next(i for i, line in enumerate(lines) if "Timeout (" in line)
@@ -139,7 +145,7 @@ class _Process:
             how = f"ended with status {status}"
         found = f"its process {how}: " + "\n".join(shown)
         remedy = "see the other parts: each was tried in a process of its own"
-        return Trial(self.part, Outcome.FAILED, found, remedy=remedy)
+        return DeviceTrial(self.part, TrialOutcome.FAILED, found, remedy=remedy)
 
 
-_read = msgspec.json.Decoder(About | Trial).decode
+_read = msgspec.json.Decoder(CheckedDevice | DeviceTrial).decode

@@ -2,7 +2,7 @@
 
     python -m midflight.run.device_check.child DEVICE FOLDER SECONDS PART
 
-It writes `About` as JSON to its standard output, then a `Trial` for each thing that was tried, one a
+It writes `CheckedDevice` as JSON to its standard output, then a `DeviceTrial` for each thing that was tried, one a
 line. After so many seconds it writes its stacks to standard error and ends.
 """
 
@@ -32,10 +32,10 @@ from midflight.run.device_check import (
     whole_run,
 )
 from midflight.run.device_check.bench import Bench
-from midflight.run.device_check.report import About, Trial
+from midflight.run.device_check.report import CheckedDevice, DeviceTrial
 from midflight.version import described
 
-TRIALS: Mapping[str, Callable[[Bench], Iterator[Trial]]] = {
+TRIALS: Mapping[str, Callable[[Bench], Iterator[DeviceTrial]]] = {
     "what it could do at most": speeds.limits,
     "kernels of the trainer": kernels.trainer_kernels,
     "kernels of the embedded engine": kernels.engine_kernels,
@@ -61,7 +61,7 @@ def main() -> int:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
-    def say(message: About | Trial) -> None:
+    def say(message: CheckedDevice | DeviceTrial) -> None:
         out.write(msgspec.json.encode(message).decode() + "\n")
         out.flush()
 
@@ -99,7 +99,7 @@ def existing(name: str) -> torch.device:
     return device
 
 
-def about(device: torch.device) -> About:
+def about(device: torch.device) -> CheckedDevice:
     title = platform.processor() or platform.machine()
     if device.type == "cuda":
         title = torch.cuda.get_device_name(device)
@@ -110,7 +110,7 @@ def about(device: torch.device) -> About:
         "CUDA": torch.version.cuda or "none",
         "transformers": metadata.version("transformers"),
     }
-    return About(title, versions)
+    return CheckedDevice(title, versions)
 
 
 if __name__ == "__main__":

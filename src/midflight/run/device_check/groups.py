@@ -15,7 +15,7 @@ import torch
 import torch.multiprocessing as mp
 
 from midflight.run.device_check.bench import Bench, Wrong, not_tried, tried
-from midflight.run.device_check.report import Outcome, Trial
+from midflight.run.device_check.report import DeviceTrial, TrialOutcome
 from midflight.run.orphan_guard import guarded
 from midflight.trainer.model.ranks import backend_of
 from midflight.weights.transports.process_group import listen
@@ -31,7 +31,7 @@ LAST_CHARACTERS = 600
 """Characters of what a rank has said that a trial shows."""
 
 
-def groups(bench: Bench) -> Iterator[Trial]:
+def groups(bench: Bench) -> Iterator[DeviceTrial]:
     """Yields the trials that two ranks make."""
     backend = backend_of(str(bench.device))
     what = f"two ranks by {backend}"
@@ -44,7 +44,7 @@ def groups(bench: Bench) -> Iterator[Trial]:
     yield from _of_two_ranks(bench, what)
 
 
-def _of_two_ranks(bench: Bench, what: str) -> Iterator[Trial]:
+def _of_two_ranks(bench: Bench, what: str) -> Iterator[DeviceTrial]:
     """Starts both ranks, and waits for them, for `RANKS_SECONDS` at most."""
     with listen("127.0.0.1") as free:
         port = free.getsockname()[1]
@@ -79,17 +79,17 @@ def _of_two_ranks(bench: Bench, what: str) -> Iterator[Trial]:
     _, other_errors = started[1].communicate()
     for line in out.splitlines():
         with suppress(msgspec.DecodeError):  # a library's print
-            yield msgspec.json.decode(line, type=Trial)
+            yield msgspec.json.decode(line, type=DeviceTrial)
     if late or started[0].returncode != 0:
         how = f"did not end in {RANKS_SECONDS:.0f} s" if late else "ended with an error"
         said = (errors + other_errors).decode(errors="replace")[-LAST_CHARACTERS:]
-        yield Trial(what, Outcome.FAILED, f"the ranks {how}: {said}", remedy=ONE_RANK)
+        yield DeviceTrial(what, TrialOutcome.FAILED, f"the ranks {how}: {said}", remedy=ONE_RANK)
 
 
 # --- One tensor in two processes ------------------------------------------------------------------
 
 
-def ipc(bench: Bench) -> Iterator[Trial]:
+def ipc(bench: Bench) -> Iterator[DeviceTrial]:
     """Yields the trial of a tensor that another process reads and writes in place."""
     what = "a tensor that two processes share (CUDA IPC on a GPU)"
     if bench.device.type not in ("cpu", "cuda"):

@@ -30,7 +30,7 @@ from midflight.run.device_check.bench import (
     tried,
     within,
 )
-from midflight.run.device_check.report import Trial
+from midflight.run.device_check.report import DeviceTrial
 from midflight.types import TransferOrder, WorkerState
 from midflight.weights.transports.broadcast import BroadcastPublisher
 from midflight.weights.transports.direct import DirectFeed
@@ -39,7 +39,7 @@ BUCKET_BYTES = 2**16
 """It is small, so that the tensors of a small model take several."""
 
 
-class Worker:
+class BenchWorker:
     """Implements `ports.ServerWorkers`: one worker, which serves a model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -77,7 +77,7 @@ def _plugin() -> Any:
     return module
 
 
-def inside_workers(bench: Bench) -> Iterator[Trial]:
+def inside_workers(bench: Bench) -> Iterator[DeviceTrial]:
     """Yields the trial of a version that comes straight, and of taking it back."""
     yield tried(
         "a version comes beside the served one, is swapped in and taken back, to the bit",
@@ -88,7 +88,7 @@ def inside_workers(bench: Bench) -> Iterator[Trial]:
 
 async def _brought(bench: Bench) -> Found:
     """The bytes come from this process's host memory: one GPU can be only one member of NCCL."""
-    worker = Worker(bench.model(SMALL))
+    worker = BenchWorker(bench.model(SMALL))
     with BroadcastPublisher(bucket_bytes=BUCKET_BYTES) as publisher:
         feed = DirectFeed()
         for version, seed in ((1, 1), (2, 2)):

@@ -17,8 +17,8 @@ from midflight.run.device_check.bench import (
     SMALL,
     TOLERANCE,
     Bench,
+    BenchSize,
     Found,
-    Size,
     Wrong,
     batch,
     most,
@@ -29,7 +29,7 @@ from midflight.run.device_check.bench import (
     tried,
     within,
 )
-from midflight.run.device_check.report import Trial
+from midflight.run.device_check.report import DeviceTrial
 from midflight.trainer.model.probe import prove_itself
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ SAME_STEP = 1e-3
 """The share of a step by which the weights of two ways to make it may differ."""
 
 
-def trainer_kernels(bench: Bench) -> Iterator[Trial]:
+def trainer_kernels(bench: Bench) -> Iterator[DeviceTrial]:
     """Yields the trials of the trainer's forward and backward."""
     yield tried(
         "the model's own forward, beside that on the CPU",
@@ -79,7 +79,7 @@ def trainer_kernels(bench: Bench) -> Iterator[Trial]:
         yield not_tried("the trainer in real size", bench.why_not_real)
 
 
-def engine_kernels(bench: Bench) -> Iterator[Trial]:
+def engine_kernels(bench: Bench) -> Iterator[DeviceTrial]:
     """Yields the trials of the embedded engine's forward and sampling."""
     yield tried(
         "prefill, decode, kept prefixes and scores, beside the model's own forward",
@@ -195,7 +195,7 @@ def _same_tokens(bench: Bench) -> str:
     return f"{len(asked)} answers of {SMALL.answer} tokens"
 
 
-def _said_and_computed(bench: Bench, size: Size) -> str:
+def _said_and_computed(bench: Bench, size: BenchSize) -> str:
     model = bench.model(size)
     engine = bench.engine(model, size)
     asked = requests(size, 4, answer=SMALL.answer)
@@ -206,7 +206,7 @@ def _said_and_computed(bench: Bench, size: Size) -> str:
     return within(worst, TOLERANCE, "nats apart at most")
 
 
-def _mismatch(bench: Bench, size: Size) -> Found:
+def _mismatch(bench: Bench, size: BenchSize) -> Found:
     served = bench.model(size, dtype="bfloat16")
     trained = bench.model(size)
     with torch.no_grad():  # both have the same weights, those that are served

@@ -2,7 +2,7 @@
 
     python -m midflight.run.device_check.rank_process RANK PORT KIND FOLDER
 
-The first rank writes a `Trial` as JSON for each thing that both have tried, one a line.
+The first rank writes a `DeviceTrial` as JSON for each thing that both have tried, one a line.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from midflight.run.device_check.bench import (
     within,
 )
 from midflight.run.device_check.groups import ONE_RANK, SIZE
-from midflight.run.device_check.inside import Worker
+from midflight.run.device_check.inside import BenchWorker
 from midflight.run.device_check.kernels import SAME_STEP
-from midflight.run.device_check.report import Outcome, Trial
+from midflight.run.device_check.report import DeviceTrial, TrialOutcome
 from midflight.trainer.model.rank_buckets import collect
 from midflight.trainer.model.ranks import Ranks, join
 from midflight.trainer.trainer import PolicyTrainer
@@ -61,12 +61,12 @@ def main() -> None:
         if rank == 0:
             sys.stdout.write(msgspec.json.encode(trial).decode() + "\n")
             sys.stdout.flush()
-        elif trial.outcome is Outcome.FAILED:
+        elif trial.outcome is TrialOutcome.FAILED:
             raise SystemExit(f"{trial.what}: {trial.found}")
     dist.destroy_process_group()
 
 
-def _trials(bench: Bench, ranks: Ranks) -> Iterator[Trial]:
+def _trials(bench: Bench, ranks: Ranks) -> Iterator[DeviceTrial]:
     deeds: dict[str, Callable[[Bench, Ranks], str]] = {
         "sums and broadcasts between two ranks": _collectives,
         "a step of two ranks, beside that of one": _step,
@@ -155,7 +155,7 @@ def _broadcast(bench: Bench, ranks: Ranks) -> str:
         return f"{sum(tensor.nbytes for tensor in tensors.values()) / 1e6:.1f} MB"
     dist.broadcast(told, 0)
     manifest = msgspec.json.decode(told.numpy().tobytes().rstrip(b"\0"), type=WeightManifest)
-    worker = Worker(bench.model(SMALL))
+    worker = BenchWorker(bench.model(SMALL))
     try:
         asyncio.run(DirectFeed().bring(manifest, worker))
     finally:

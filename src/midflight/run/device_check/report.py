@@ -14,7 +14,7 @@ from midflight.observe.atomic_write import write_whole
 from midflight.observe.readable import duration, table_cell
 
 
-class Outcome(StrEnum):
+class TrialOutcome(StrEnum):
     """What became of a trial."""
 
     WORKS = "works"
@@ -23,11 +23,11 @@ class Outcome(StrEnum):
     """It cannot be tried on this machine."""
 
 
-class Trial(msgspec.Struct, frozen=True, tag=True):
+class DeviceTrial(msgspec.Struct, frozen=True, tag=True):
     """One thing that was tried on the device."""
 
     what: str
-    outcome: Outcome
+    outcome: TrialOutcome
     found: str
     """The numbers of what works, the error of what failed, and the reason why something was not
     tried.
@@ -49,7 +49,7 @@ class Trial(msgspec.Struct, frozen=True, tag=True):
         return said
 
 
-class About(msgspec.Struct, frozen=True, tag=True):
+class CheckedDevice(msgspec.Struct, frozen=True, tag=True):
     """The device, and what computes on it."""
 
     title: str
@@ -62,7 +62,7 @@ class Part(msgspec.Struct, frozen=True):
     """The trials of one path, which were made in a process of their own."""
 
     name: str
-    trials: tuple[Trial, ...]
+    trials: tuple[DeviceTrial, ...]
     seconds: float = 0.0
 
 
@@ -79,16 +79,16 @@ class DeviceReport(msgspec.Struct, frozen=True):
     seconds: float
     parts: tuple[Part, ...]
 
-    def trials(self, outcome: Outcome) -> Sequence[Trial]:
+    def trials(self, outcome: TrialOutcome) -> Sequence[DeviceTrial]:
         """The trials that ended so."""
         return [t for part in self.parts for t in part.trials if t.outcome is outcome]
 
     @property
     def verdict(self) -> str:
         """The report in one sentence."""
-        failed = len(self.trials(Outcome.FAILED))
-        works = len(self.trials(Outcome.WORKS))
-        left = len(self.trials(Outcome.NOT_TRIED))
+        failed = len(self.trials(TrialOutcome.FAILED))
+        works = len(self.trials(TrialOutcome.WORKS))
+        left = len(self.trials(TrialOutcome.NOT_TRIED))
         return (
             f"{works} of {works + failed} things that were tried on {self.device} work, {failed} "
             f"failed, {left} could not be tried on this machine"
@@ -113,7 +113,7 @@ def page(report: DeviceReport) -> str:
     """The report as Markdown: the verdict, what failed with its remedy, then all of it."""
     lines = [f"# What works on {report.device}", "", f"{report.verdict}.", ""]
     lines += _table(("", ""), _facts(report))
-    failed = report.trials(Outcome.FAILED)
+    failed = report.trials(TrialOutcome.FAILED)
     if failed:
         lines += ["", "## What failed, and what avoids it", ""]
         lines += _table(

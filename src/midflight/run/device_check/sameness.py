@@ -19,13 +19,13 @@ from midflight.run.device_check.bench import (
     tried,
 )
 from midflight.run.device_check.kernels import weights_of
-from midflight.run.device_check.report import Trial
+from midflight.run.device_check.report import DeviceTrial
 from midflight.types import GenerateRequest
 
 _SERVERS_HAVE_IT = 'set engine.kind to "vllm" or "sglang", with engine.deterministic = true'
 
 
-def sameness(bench: Bench) -> Iterator[Trial]:
+def sameness(bench: Bench) -> Iterator[DeviceTrial]:
     """Yields the trials of determinism."""
     for dtype in ("float32", "bfloat16"):
         yield tried(

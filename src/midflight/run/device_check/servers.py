@@ -36,8 +36,8 @@ from midflight.run.device_check.bench import (
     SMALL,
     TOLERANCE,
     Bench,
+    BenchSize,
     Found,
-    Size,
     Wrong,
     most,
     not_tried,
@@ -46,7 +46,7 @@ from midflight.run.device_check.bench import (
     tried,
     within,
 )
-from midflight.run.device_check.report import Outcome, Trial
+from midflight.run.device_check.report import DeviceTrial, TrialOutcome
 from midflight.run.device_check.speeds import copied_bytes
 from midflight.run.device_check.swaps import MODES, answered_across, checked_answer
 from midflight.run.device_check.whole_run import run_training
@@ -76,7 +76,7 @@ FREED = 0.3
 CALL_SECONDS = 60.0
 
 
-def servers(bench: Bench, kind: str) -> Iterator[Trial]:
+def servers(bench: Bench, kind: str) -> Iterator[DeviceTrial]:
     """Yields the trials of the server of that kind."""
     name = NAMES[kind]
     python = interpreter(kind)
@@ -118,7 +118,7 @@ def interpreter(kind: str) -> Path | None:
 
 async def tried_while(
     what: str, deed: Callable[[], Awaitable[str | Found]], *, remedy: str
-) -> Trial:
+) -> DeviceTrial:
     """As `tried`, for a deed that waits."""
     began = time.monotonic()
     result: Callable[[], str | Found]
@@ -166,7 +166,7 @@ class _ServerBench:
         return f'set engine.kind to "{other}" or "embedded"'
 
     def config(
-        self, *, size: Size, arguments: Sequence[str] = (), tensor_parallel: int = 1
+        self, *, size: BenchSize, arguments: Sequence[str] = (), tensor_parallel: int = 1
     ) -> Config:
         """The configuration of a run with such a server."""
         dtype = "bfloat16" if size is REAL else "float32"
@@ -191,7 +191,7 @@ class _ServerBench:
         return load_config(None, settings)
 
     @asynccontextmanager
-    async def attached(self, size: Size, config: Config) -> AsyncGenerator[_Attached]:
+    async def attached(self, size: BenchSize, config: Config) -> AsyncGenerator[_Attached]:
         """A server that ends with the block."""
         folder = self.bench.folder(size)
         name = self.bench.segment()
@@ -217,7 +217,7 @@ class _ServerBench:
                     loop.cancel()
         shutil.rmtree(staging, ignore_errors=True)
 
-    def _wire(self, size: Size) -> Server:
+    def _wire(self, size: BenchSize) -> Server:
         if self.kind == "vllm":
             return VllmServer(vocab_size=size.vocabulary, max_running=max(size.running))
         return SglangServer(
@@ -227,16 +227,18 @@ class _ServerBench:
             direct=True,
         )
 
-    async def trials(self, size: Size) -> list[Trial]:
+    async def trials(self, size: BenchSize) -> list[DeviceTrial]:
         """All that one server is tried with. It is a list, because the server ends with it."""
-        found: list[Trial] = []
+        found: list[DeviceTrial] = []
         at = f"{self.name} ({size.name})"
         began = time.monotonic()
         try:
             async with self.attached(size, self.config(size=size)) as server:
                 took = time.monotonic() - began
                 found.append(
-                    Trial(f"{at}: it starts", Outcome.WORKS, f"{took:.0f} s", seconds=took)
+                    DeviceTrial(
+                        f"{at}: it starts", TrialOutcome.WORKS, f"{took:.0f} s", seconds=took
+                    )
                 )
                 found += [trial async for trial in self._on(server, size, at)]
         except Exception as error:  # a server may fail in any way
@@ -245,7 +247,7 @@ class _ServerBench:
             found.append(tried(what, partial(_raised, failed), remedy=self.other_engine))
         return found
 
-    async def _on(self, server: _Attached, size: Size, at: str) -> AsyncGenerator[Trial]:
+    async def _on(self, server: _Attached, size: BenchSize, at: str) -> AsyncGenerator[DeviceTrial]:
         engine = server.engine
         yield await tried_while(
             f"{at}: the log-probability of each token, computed again",
@@ -285,7 +287,7 @@ class _ServerBench:
                 remedy=f'set weights.transport = "{SHARED_MEMORY}"',
             )
 
-    async def said_and_computed(self, engine: ServerEngine, size: Size) -> Found:
+    async def said_and_computed(self, engine: ServerEngine, size: BenchSize) -> Found:
         model = self.bench.model(size)
         differences: list[float] = []
         for request in requests(size, 4, answer=SMALL.answer):
@@ -300,7 +302,7 @@ class _ServerBench:
             return Found(f"{max(differences):.2g} nats apart at most, in bfloat16")
         return Found(within(max(differences), TOLERANCE, "nats apart at most"))
 
-    async def _speed(self, engine: ServerEngine, size: Size) -> Found:
+    async def _speed(self, engine: ServerEngine, size: BenchSize) -> Found:
         number = max(size.running)
 
         async def whole(first: int) -> None:
@@ -413,7 +415,7 @@ async def _said(engine: ServerEngine) -> list[int]:
 # --- With other command lines ---------------------------------------------------------------------
 
 
-def _tensor_parallel(at: _ServerBench) -> Iterator[Trial]:
+def _tensor_parallel(at: _ServerBench) -> Iterator[DeviceTrial]:
     what = f"{at.name}: tensor-parallel 2"
     if not at.bench.is_cuda:
         yield not_tried(what, "two processes of a server on these cores are no trial of a GPU")
@@ -437,7 +439,7 @@ async def _in_two(at: _ServerBench) -> Found:
         return await at.said_and_computed(server.engine, SMALL)
 
 
-def _sleep_and_wake(at: _ServerBench) -> Iterator[Trial]:
+def _sleep_and_wake(at: _ServerBench) -> Iterator[DeviceTrial]:
     what = f"{at.name}: sleep and wake"
     if not at.bench.is_cuda:
         yield not_tried(what, f"{at.name} gives back the memory of GPUs alone")
@@ -472,7 +474,7 @@ def _post(url: str) -> None:
         answer.read()
 
 
-def _deterministic(at: _ServerBench) -> Iterator[Trial]:
+def _deterministic(at: _ServerBench) -> Iterator[DeviceTrial]:
     settings = [f"engine.kind={at.kind}", f"engine.python={at.python}", "engine.dtype=bfloat16"]
     if at.bench.is_cuda:
         option = "--gpu-memory-utilization" if at.kind == "vllm" else "--mem-fraction-static"

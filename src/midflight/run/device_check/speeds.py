@@ -19,8 +19,8 @@ from midflight.run.device_check.bench import (
     PROMPT,
     REAL,
     Bench,
+    BenchSize,
     Found,
-    Size,
     batch,
     change,
     not_tried,
@@ -29,7 +29,7 @@ from midflight.run.device_check.bench import (
     tried,
 )
 from midflight.run.device_check.kernels import ON_CPU, OTHER_ENGINE
-from midflight.run.device_check.report import Trial
+from midflight.run.device_check.report import DeviceTrial
 from midflight.weights.transports.kinds import PULL, SHARED_MEMORY
 from midflight.weights.transports.select import publisher, receiver
 
@@ -43,7 +43,7 @@ VERSIONS = 3
 """The versions that are handed over one after the other. The first does not count."""
 
 
-def limits(bench: Bench) -> Iterator[Trial]:
+def limits(bench: Bench) -> Iterator[DeviceTrial]:
     """Yields what the device could do at most."""
     yield tried("memory", lambda: _memory(bench), remedy=ON_CPU)
     yield tried(
@@ -64,7 +64,7 @@ def limits(bench: Bench) -> Iterator[Trial]:
         )
 
 
-def speeds(bench: Bench) -> Iterator[Trial]:
+def speeds(bench: Bench) -> Iterator[DeviceTrial]:
     """Yields what generation, a step and a version take."""
     for size in bench.sizes:
         dtype = "bfloat16" if size is REAL else "float32"
@@ -143,7 +143,7 @@ def product_rate(bench: Bench, dtype: torch.dtype) -> float:
 # --- What is done ---------------------------------------------------------------------------------
 
 
-def _decoding(bench: Bench, size: Size, running: int, *, dtype: str) -> Found:
+def _decoding(bench: Bench, size: BenchSize, running: int, *, dtype: str) -> Found:
     """Tokens a second, of those that reading all weights once a step allows."""
     model = bench.model(size, dtype=dtype)
     num_bytes = sum(tensor.nbytes for tensor in named_tensors(model).values())
@@ -157,7 +157,7 @@ def _decoding(bench: Bench, size: Size, running: int, *, dtype: str) -> Found:
     )
 
 
-def _step(bench: Bench, size: Size) -> Found:
+def _step(bench: Bench, size: BenchSize) -> Found:
     """Tokens a second of a step, of those that 6 operations a weight and token allow."""
     compute_dtype = torch.bfloat16 if size is REAL else None
     model = bench.model(size)
@@ -181,7 +181,7 @@ class _VersionTimes:
     commit: list[float]
 
 
-def _version(bench: Bench, size: Size, transport: str) -> Found:
+def _version(bench: Bench, size: BenchSize, transport: str) -> Found:
     """The seconds of a version, of those that copying its bytes to the host and back takes."""
     source = bench.model(size)
     served = bench.model(size, dtype="bfloat16")

@@ -26,7 +26,7 @@ from midflight.run.device_check.bench import (
     SMALL,
     TOLERANCE,
     Bench,
-    Size,
+    BenchSize,
     Wrong,
     most,
     not_tried,
@@ -35,7 +35,7 @@ from midflight.run.device_check.bench import (
     tried,
     within,
 )
-from midflight.run.device_check.report import Trial
+from midflight.run.device_check.report import DeviceTrial
 from midflight.types import GenerateRequest, PauseMode, Version, WeightManifest
 from midflight.weights.transports.kinds import DIRECT, PULL, SHARED_MEMORY
 from midflight.weights.transports.publisher import Publisher
@@ -50,7 +50,7 @@ MODES = (PauseMode.KEEP, PauseMode.RECOMPUTE)
 TRANSPORTS = (SHARED_MEMORY, PULL, DIRECT)
 
 
-def swaps(bench: Bench) -> Iterator[Trial]:
+def swaps(bench: Bench) -> Iterator[DeviceTrial]:
     """Yields a trial of a version that comes in mid-answer for each way to pause."""
     for size in bench.sizes:
         for mode in MODES:
@@ -63,7 +63,7 @@ def swaps(bench: Bench) -> Iterator[Trial]:
         yield not_tried("a version in mid-answer in real size", bench.why_not_real)
 
 
-def take_back(bench: Bench) -> Iterator[Trial]:
+def take_back(bench: Bench) -> Iterator[DeviceTrial]:
     """Yields a trial of a version that does not arrive whole, and for each transport one of going
     back to the version before.
     """
@@ -89,7 +89,7 @@ def _other(mode: PauseMode) -> str:
 
 
 @dataclass(slots=True)
-class Answer:
+class SwappedAnswer:
     """The tokens of an answer, with what the engine said of each."""
 
     token_ids: list[int]
@@ -110,12 +110,12 @@ async def running(engine: EmbeddedEngine) -> AsyncGenerator[EmbeddedEngine]:
 
 async def answered_across(
     engine: Engine, request: GenerateRequest, manifest: WeightManifest, mode: PauseMode
-) -> Answer:
+) -> SwappedAnswer:
     """The answer to a request during which a version goes live. Waits for the engine.
 
     The version is staged while the engine decodes, and committed in a pause of that mode.
     """
-    answer = Answer([], [], [])
+    answer = SwappedAnswer([], [], [])
     handed_over = False
     async for chunk in engine.generate(request):
         answer.token_ids += chunk.token_ids
@@ -140,7 +140,7 @@ async def answered_across(
     return answer
 
 
-async def _swapped(bench: Bench, size: Size, mode: PauseMode) -> str:
+async def _swapped(bench: Bench, size: BenchSize, mode: PauseMode) -> str:
     served = bench.model(size)
     first = bench.model(size)
     second = bench.model(size, seed=1)
@@ -155,7 +155,10 @@ async def _swapped(bench: Bench, size: Size, mode: PauseMode) -> str:
 
 
 def checked_answer(
-    models: Sequence[PreTrainedModel], request: GenerateRequest, answer: Answer, mode: PauseMode
+    models: Sequence[PreTrainedModel],
+    request: GenerateRequest,
+    answer: SwappedAnswer,
+    mode: PauseMode,
 ) -> str:
     """Computes each token's log-probability again, under the version that the engine names. Raises
     `Wrong` if one differs. `models` are those of versions 0 and 1.

@@ -19,13 +19,13 @@ from midflight.run.device_check.bench import (
     REAL,
     SMALL,
     Bench,
+    BenchSize,
     Found,
-    Size,
     Wrong,
     not_tried,
     tried,
 )
-from midflight.run.device_check.report import Trial
+from midflight.run.device_check.report import DeviceTrial
 from midflight.run.endpoint import TOKEN_VARIABLE
 from midflight.run.orphan_guard import guarded
 
@@ -45,7 +45,7 @@ LAST_CHARACTERS = 800
 """Characters of a run's output that a trial shows."""
 
 
-def whole_run(bench: Bench) -> Iterator[Trial]:
+def whole_run(bench: Bench) -> Iterator[DeviceTrial]:
     """Yields the trial of a run in each size."""
     if bench.device.type not in ("cpu", "cuda"):
         yield not_tried(
@@ -62,7 +62,7 @@ def whole_run(bench: Bench) -> Iterator[Trial]:
         yield not_tried("midflight train in real size", bench.why_not_real)
 
 
-def _trained(bench: Bench, size: Size) -> Found:
+def _trained(bench: Bench, size: BenchSize) -> Found:
     more = []
     if size is REAL:
         more = ["engine.dtype=bfloat16", "trainer.compute_dtype=bfloat16"]
@@ -88,7 +88,7 @@ class RunFigures:
     mismatch: float
 
 
-def run_training(bench: Bench, size: Size, name: str, settings: Sequence[str]) -> RunFigures:
+def run_training(bench: Bench, size: BenchSize, name: str, settings: Sequence[str]) -> RunFigures:
     """A run of `STEPS` steps on the device. Waits for its end. Raises `Wrong` if it fails, with the
     end of what it has said.
     """
@@ -139,7 +139,7 @@ def _figures(steps: Sequence[StepLine]) -> RunFigures:
     )
 
 
-def _config(bench: Bench, size: Size, name: str) -> Path:
+def _config(bench: Bench, size: BenchSize, name: str) -> Path:
     """The configuration of a run on made-up sums, which the model need not solve."""
     tasks = bench.scratch / "tasks.jsonl"
     rows = [json.dumps({"question": f"{n} + 1 =", "answer": n + 1}) for n in range(NUM_TASKS)]

@@ -68,7 +68,7 @@ def spread(
             tensor.copy_(flat.view(tensor.shape))
 
 
-class _Part:
+class _RankNumbers:
     """The numbers [start, start + each) of every rank's rows, in the order in which they lie in
     memory. `mine` is a piece of this rank's rows.
     """
@@ -121,7 +121,7 @@ class _Part:
 
 def _parts(
     tensor: DTensor, name: str, ranks: Ranks, *, dtype: torch.dtype, bucket_bytes: int
-) -> Iterator[_Part]:
+) -> Iterator[_RankNumbers]:
     """The parts of a tensor, each of which takes at most a bucket on the first rank: its own numbers
     once, and those of all ranks once.
     """
@@ -136,7 +136,7 @@ def _parts(
         for first, end in spans:
             left = max(0, (end - first) * width - start)
             at.append((first * width + start, min(each, left)))
-        yield _Part(local[start : start + each], at, ranks, each=each, dtype=dtype)
+        yield _RankNumbers(local[start : start + each], at, ranks, each=each, dtype=dtype)
 
 
 def _raw(flat: Tensor) -> Tensor:
