@@ -329,6 +329,17 @@ def test_weights_that_are_loaded_in_place_can_be_taken_back_too() -> None:
                     assert server.serves(other)
 
 
+def test_a_version_in_whose_place_others_were_loaded_is_not_said_to_be_served(sender: BroadcastPublisher) -> None:
+    server, feed = Workers(1), DirectFeed()
+    asyncio.run(feed.bring(sender.publish(1, tensors(1)), server))
+    server.take(1)
+    server.models[0].load_weights([("a", torch.zeros(2, 2)), ("b", torch.zeros(2, 2))])
+    server.buffers[0].forget_live()
+    assert [state.live for state in asyncio.run(server.states())] == [None]
+    with pytest.raises(ValueError, match="version 1 is not here"):
+        server.take(1)
+
+
 def test_tensors_without_numbers_come_too() -> None:
     seen: list[tuple[str, tuple[int, ...]]] = []
 

@@ -48,8 +48,8 @@ class Stage(msgspec.Struct, frozen=True, tag=True):
 class Gather(msgspec.Struct, frozen=True, tag=True):
     """An order to put the weights together in the first rank's host memory."""
 
-    dtype: str
-    """torch's name of the dtype in which floating-point numbers are sent."""
+    dtype: str | None
+    """torch's name of the dtype in which floating-point numbers are sent; None: as they are."""
 
 
 class Publish(msgspec.Struct, frozen=True, tag=True):
@@ -201,9 +201,9 @@ class Team:
         return named_tensors(self._trainer.model)
 
     @together()
-    def collect(self, into: Mapping[str, Tensor], *, dtype: str) -> None:
+    def collect(self, into: Mapping[str, Tensor], *, dtype: str | None = None) -> None:
         """Copies the tensors to hand over into host tensors, each whole. Floating-point numbers are
-        sent in `dtype`, of which `into` must be.
+        sent in `dtype`, by default as they are.
 
         Ranks send their rows bucket by bucket (`trainer.model.rank_buckets`), so that no tensor is
         put together on a device.
@@ -303,5 +303,5 @@ def _published(trainer: PolicyTrainer, wire: Wire, deed: Publish) -> WeightManif
 
 
 def _collected(trainer: PolicyTrainer, deed: Gather, into: Mapping[str, Tensor]) -> None:
-    dtype = torch_dtype(deed.dtype)
+    dtype = None if deed.dtype is None else torch_dtype(deed.dtype)
     collect(named_tensors(trainer.model), into, trainer.ranks, dtype=dtype)

@@ -406,7 +406,7 @@ def _export(config: Config, team: Team, folder: Path, *, merged: bool = False) -
     """
     start = Path(config.run.folder) / "start"
     model = _started(config, device="cpu")
-    team.collect(named_tensors(model), dtype=config.model.dtype)
+    team.collect(named_tensors(model))
     if merged:
         model.config.midflight_steps_digest = team.chain.head
     export_model(model, start, folder, merged=merged)

@@ -280,6 +280,10 @@ class DoubleBuffer:
             return False
         return coming.order["version"] == version
 
+    def forget_live(self):
+        """Says that the model serves weights by now that came in another way."""
+        self._live = None
+
     def take(self, version):
         """Serves the version that was received, between two steps. The version that was served
         becomes the received one, so that the exchange can be taken back.

@@ -79,6 +79,8 @@ class Loader:
         It goes layer by layer, because plain `load_weights` fails half way on a CPU, where layers
         have packed their weights and let them go.
         """
+        if isinstance(self.weight_transfer_engine, DirectTransfer):
+            self.weight_transfer_engine.forget_live()
         names: list[str] = []
         tensors = _tensors(Path(folder), names)
         _reload(self.model_runner.get_model(), self.model_runner.model_config, tensors)
@@ -160,6 +162,11 @@ class DirectTransfer(WeightTransferEngine):
 
     def finish_weight_update(self) -> None:
         pass
+
+    def forget_live(self) -> None:
+        """Says that other weights are loaded: none that came straight are served from now on."""
+        self.double_buffer.forget_live()
+        self._in_place.forget()
 
     def shutdown(self) -> None:
         pass
