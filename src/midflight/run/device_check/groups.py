@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 import torch
@@ -123,8 +124,8 @@ def _shared(bench: Bench) -> str:
     return f"{GIVEN} numbers, written by the other process and read here"
 
 
-def _add_one(given: mp.Queue, answers: mp.Queue) -> None:
-    """Runs in the other process, which keeps the tensor until the first has read it."""
+def _add_one(given: Any, answers: Any) -> None:
+    """Runs in the other process, which keeps the tensor until the first has read it. Both are queues."""
     tensor = given.get()
     tensor.add_(1)
     if tensor.is_cuda:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeVar
 
 import torch
 
@@ -33,6 +34,7 @@ from midflight.run.device_check.report import DeviceTrial
 from midflight.weights.transports.kinds import PULL, SHARED_MEMORY
 from midflight.weights.transports.select import publisher, receiver
 
+T = TypeVar("T")
 _COPIED = 2**28
 """Bytes of a copy that measures a memory: more than any cache."""
 _SIDE = 4096
@@ -208,7 +210,7 @@ def _version(bench: Bench, size: BenchSize, transport: str) -> Found:
     return Found(f"{num_bytes / 1e6:,.1f} MB: {said}", f"{at_least:.4f} s for its two copies")
 
 
-def _timed(bench: Bench, deed: Callable[[], object]) -> tuple[object, float]:
+def _timed(bench: Bench, deed: Callable[[], T]) -> tuple[T, float]:
     began = time.perf_counter()
     found = deed()
     bench.wait()

@@ -395,7 +395,7 @@ def _trainer(config: Config, model: PreTrainedModel, layout: Layout) -> PolicyTr
 def _own_device(device: str) -> torch.device:
     """The device of this rank, which `join` has chosen if it is one of several GPUs."""
     found = torch.device(device)
-    if found.type == "cuda" and found.index is None:
+    if str(found) == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return found
 

@@ -38,14 +38,15 @@ class FirstRanksModel:
         stay tied.
         """
         for module in part.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is None or not parameter.is_meta:
+            own = list(module.named_parameters(recurse=False, remove_duplicate=False))
+            for name, parameter in own:
+                if not parameter.is_meta:
                     continue
                 if id(parameter) not in self._made:
                     empty = torch.empty_like(parameter, device=self._device)
                     made = nn.Parameter(empty, parameter.requires_grad)
                     self._made[id(parameter)] = (parameter, made)
-                module._parameters[name] = self._made[id(parameter)][1]
+                setattr(module, name, self._made[id(parameter)][1])
 
     def fill(self) -> None:
         """Gives each rank its rows of the parameters, and the buffers. The module is sharded by
@@ -73,16 +74,14 @@ class FirstRanksModel:
                 f"loading the model on rank {self._ranks.rank}: {min(differing)!r} is not as on the "
                 "first rank; install the same version of transformers on all machines."
             )
+        for name, parameter in self._module.named_parameters():
+            dtype = _dtype(first, name)
+            if parameter.dtype is not dtype:
+                parameter.data = parameter.data.to(dtype)
         for module_name, module in self._module.named_modules():
             before = f"{module_name}." if module_name else ""
-            for name, parameter in module._parameters.items():
-                dtype = _dtype(first, before + name)
-                if parameter is not None and dtype is not None and parameter.dtype is not dtype:
-                    parameter.data = parameter.data.to(dtype)
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    dtype = _dtype(first, before + name)
-                    module._buffers[name] = buffer.to(self._device, dtype)
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                setattr(module, name, buffer.to(self._device, _dtype(first, before + name)))
 
 
 _Outline = tuple[tuple[int, ...], str]
@@ -102,5 +101,5 @@ def _shape(outlines: Mapping[str, _Outline], name: str) -> tuple[int, ...] | Non
 
 
 def _dtype(outlines: Mapping[str, _Outline], name: str) -> torch.dtype | None:
-    """None for a name of what is tied to another."""
+    """None for the name of a buffer that is also another's."""
     return getattr(torch, outlines[name][1]) if name in outlines else None

@@ -71,7 +71,7 @@ without notice, or that came late and will come late again.
 
 def use_device(device: torch.device) -> None:
     """Makes the device that of this thread, which begins with the first one."""
-    if device.index is not None:
+    if str(device) != device.type:  # it has a number
         torch.get_device_module(device).set_device(device)
 
 

@@ -101,7 +101,7 @@ def working_on(device):
     """Makes the device that of this thread, which begins with the first one. Work in the block runs
     beside that of the other threads, and has ended with it.
     """
-    if device.index is None:
+    if str(device) == device.type:  # it has no number
         yield
         return
     module = torch.get_device_module(device)

@@ -11,7 +11,7 @@ begins to receive while vLLM generates, and `/update_weights` in a pause only sw
 
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -79,11 +79,15 @@ class Loader:
         It goes layer by layer, because plain `load_weights` fails half way on a CPU, where layers
         have packed their weights and let them go.
         """
-        if isinstance(self.weight_transfer_engine, DirectTransfer):
-            self.weight_transfer_engine.forget_live()
         names: list[str] = []
-        tensors = _tensors(Path(folder), names)
-        _reload(self.model_runner.get_model(), self.model_runner.model_config, tensors)
+        with ExitStack() as opened:
+            # All of them before anything is changed: vLLM does not survive a load that fails half way.
+            paths = sorted(Path(folder).glob("*.safetensors"))
+            files = [opened.enter_context(safe_open(path, "pt")) for path in paths]
+            if isinstance(self.weight_transfer_engine, DirectTransfer):
+                self.weight_transfer_engine.forget_live()
+            tensors = _tensors(files, names)
+            _reload(self.model_runner.get_model(), self.model_runner.model_config, tensors)
         return len(names)
 
     def midflight_landed(self) -> dict[str, object] | None:
@@ -234,12 +238,11 @@ def _sample_seeded(runner, left_out: dict[str, torch.Generator], *args):
     return runner.midflight_sample(*args)
 
 
-def _tensors(folder: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 (no mapping)
-                names.append(name)
-                yield name, file.get_tensor(name)
+def _tensors(files: Iterable[safe_open], names: list[str]) -> Iterator[tuple[str, Tensor]]:
+    for file in files:
+        for name in file.keys():  # noqa: SIM118 (no mapping)
+            names.append(name)
+            yield name, file.get_tensor(name)
 
 
 def _forget_packed_experts(model: nn.Module) -> None:
