@@ -1,28 +1,46 @@
 """A second device for tests, on a machine that has none: its tensors say that they are on `second:0`, and compute on the CPU.
 
 What a GPU would refuse they refuse: an operation on tensors of both devices, and numpy. What waits on a GPU is allowed, as there: copies
-between the devices, numbers without dimensions beside them, and reading a value. Kernels are the CPU's, so results are those of the CPU to
-the bit. It works in every thread, because operations come here by the dispatcher's own table and not by a context. `here` registers it, for the
+between the devices, numbers without dimensions beside them, and reading a value. `crossed` counts the bytes of such copies. Kernels are the
+CPU's, so results are those of the CPU to the bit. gloo broadcasts its tensors as NCCL does a GPU's, which is no proof of NCCL. It works in every thread, because operations come here by the dispatcher's own table and not by a context. `here` registers it, for the
 rest of the process, and before the process computes its first gradient: the engine of autograd counts devices once.
 """
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroupGloo
 from torch.utils import _pytree as pytree
+from torch.utils._device import _device_constructors
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 NAME = "second"
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default, torch.ops.aten._copy_from.default)
 
 
-class Elsewhere(Tensor):
-    """A tensor of the second device; `held` has its values."""
+class Crossed:
+    """The bytes that were copied from one device to the other, and the threads that chose the second one."""
 
+    def __init__(self) -> None:
+        self.to_host = self.from_host = 0
+        self.chosen: list[str] = []
+
+    def clear(self) -> None:
+        self.__init__()
+
+
+crossed = Crossed()
+
+
+class Elsewhere(Tensor):
+    """A tensor of the second device; `held` has its values. It is no attribute that a copy of a tensor's attributes would take along."""
+
+    __slots__ = ("held",)
     held: Tensor
 
     @staticmethod
@@ -79,6 +97,8 @@ def _compute(operation: Any, args: Any, kwargs: Any) -> Any:
                 raise RuntimeError(f"{operation}: a tensor of shape {tuple(leaf.shape)} is on the CPU, and another on the second device")
     device = kwargs.get("device")
     is_there = device.type == NAME if device is not None else isinstance(args[0], Elsewhere) if operation in _COPIES else bool(there)
+    if operation in _COPIES:
+        _count(operation, args, is_there=is_there)
     held_args, held_kwargs = pytree.tree_map(_held, (args, kwargs))
     if operation is torch.ops.aten.histc.default and not held_args[0].is_floating_point():  # a GPU counts whole numbers too
         out = operation(held_args[0].double(), *held_args[1:], **held_kwargs).to(held_args[0].dtype)
@@ -86,6 +106,17 @@ def _compute(operation: Any, args: Any, kwargs: Any) -> Any:
         out = operation(*held_args, **held_kwargs)
     written = {id(_held(leaf)): leaf for leaf in there} if operation._schema.is_mutable else {}
     return pytree.tree_map(lambda leaf: _placed(leaf, written, is_there=is_there), out)
+
+
+def _count(operation: Any, args: Any, *, is_there: bool) -> None:
+    """Counts a copy between the devices. `copy_` has its target first, the others have their source first."""
+    into, source = (args[0], args[1]) if operation is torch.ops.aten.copy_.default else (None, args[0])
+    was_there = isinstance(source, Elsewhere)
+    is_there = isinstance(into, Elsewhere) if into is not None else is_there
+    if was_there and not is_there:
+        crossed.to_host += source.nbytes
+    elif is_there and not was_there:
+        crossed.from_host += source.nbytes
 
 
 def _held(leaf: Any) -> Any:
@@ -101,18 +132,25 @@ def _placed(leaf: Any, written: dict[int, Elsewhere], *, is_there: bool) -> Any:
     return written.get(id(leaf)) if id(leaf) in written else Elsewhere(leaf) if is_there else leaf
 
 
-_library = torch.library.Library("_", "IMPL")
+_library, _autocast = (torch.library.Library("_", "IMPL") for _ in range(2))
 """What it registered would go with it."""
 _tensor, _as_tensor = torch.tensor, torch.as_tensor
+_broadcast = ProcessGroupGloo.broadcast
+_to = nn.Module.to
 
 
 @cache
 def here() -> torch.device:
     """The device, which is registered by the first call."""
     _setup_privateuseone_for_python_backend(NAME)
+    _device_constructors()  # those of torch, before two of them are replaced below
+    nn.Module.to = _to_here
+    _autocast.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")  # it computes as if there were no autocast
     _library.fallback(lambda operation, *args, **kwargs: _compute(operation, args, kwargs), "PrivateUse1")
     torch.get_device_module(NAME).get_amp_supported_dtype = lambda: [torch.bfloat16]
     torch.tensor, torch.as_tensor = _made_here(_tensor), _made_here(_as_tensor)
+    torch.get_device_module(NAME).set_device = lambda device: crossed.chosen.append(threading.current_thread().name)
+    ProcessGroupGloo.broadcast = lambda group, tensors, options: _broadcast(group, [_held(tensor) for tensor in tensors], options)
     return torch.device(NAME, 0)
 
 
@@ -125,6 +163,14 @@ def _made_here(make: Any) -> Any:
         return make(*args, **kwargs).to(device)
 
     return made
+
+
+def _to_here(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """`nn.Module.to` gives each place of a tied parameter a parameter of its own, where their class changes."""
+    device = kwargs.get("device", args[0] if args else None)
+    if isinstance(device, str | torch.device) and torch.device(device).type == NAME:
+        return moved(module)
+    return _to(module, *args, **kwargs)
 
 
 def moved(module: nn.Module) -> nn.Module:

@@ -15,9 +15,10 @@ import pytest
 
 from midflight.cli import main
 from midflight.config import Config, load_config
+from midflight.config.derived import model_sizes
 from midflight.config.gpu_memory import CUDA_BYTES, GpuMemory, Moment, gpu_memory
 from midflight.config.gpus import GPU_KINDS, DescribedGpus, described_map
-from midflight.config.version_ways import version_ways
+from midflight.config.version_ways import version_needs, version_ways
 from midflight.errors import ConfigError
 from midflight.run.launcher.checks import table
 from midflight.run.launcher.checks.check import Caller, Plan
@@ -220,27 +221,17 @@ def test_what_shares_a_gpu_is_added_up() -> None:
     assert refused("7b", 1, "b200", "engine.share_devices=true", "engine.arguments=['--gpu-memory-utilization=0.4']") == []
 
 
-def test_the_first_rank_needs_room_for_the_whole_model_which_it_puts_together() -> None:
+def test_no_rank_needs_room_for_the_whole_model_but_for_a_warm_start() -> None:
     # 70 554 M parameters in bfloat16 are 131.4 GB of 2**30, and a sixth of 8 bytes of each 87.6 GB
     layout = ["trainer.ranks=6", "engine.servers=[{tensor_parallel=2}]"]
-    (sentence,) = refused("70b", 8, "h200", *layout)
+    for transport in ("direct", "pull", "shared_memory"):
+        assert refused("70b", 8, "h200", *layout, f"weights.transport={transport}") == []
+    (sentence,) = refused("70b", 8, "h200", *layout, "warm_start.max_steps=5", "warm_start.target_accuracy=0.5")
     assert sentence == (
-        "GPU 0 of this machine would take 220.0 GB at a handover, and a GPU of the kind h200 has 140.4 GB: 131.4 GB for the whole model, put "
-        "together (trainer) and 87.6 GB for weights, gradients and AdamW's two moments (trainer); raise trainer.ranks (6), or choose GPUs with "
-        "more memory: the first rank puts the model together to export it."
+        "GPU 0 of this machine would take 526.7 GB at its start, and a GPU of the kind h200 has 140.4 GB: 525.7 GB for the whole model with "
+        "gradients and moments of the warm start, which one rank makes (trainer) and 1.0 GB for CUDA, assumed (trainer); remove [warm_start], "
+        "and start from a model that has learnt it."
     )
-    (sentence,) = refused("70b", 8, "h200", *layout, "weights.transport=pull")
-    assert " would take 220.0 GB at its end, " in sentence
-    assert refused("70b", 64, "b200", *SIXTY_FOUR) == []
-
-
-def test_another_precision_in_the_engines_is_a_copy_on_the_first_rank_unless_ranks_give_parts() -> None:
-    precision = ["model.path=7b", "model.dtype=float32", "engine.dtype=bfloat16", "trainer.ranks=4"]
-    gpus = DescribedGpus(8, GPU_KINDS["h200"])
-    first = memory_of(load_config("run.toml", precision), gpus)[0]
-    assert first.taken(Moment.HANDOVER) - first.taken(Moment.END) == 2 * PARAMETERS
-    first = memory_of(load_config("run.toml", [*precision, "weights.transport=pull"]), gpus)[0]
-    assert first.taken(Moment.END) - first.taken(Moment.HANDOVER) == 4 * PARAMETERS
 
 
 def test_too_few_gpus_are_refused_by_the_process_that_finds_none() -> None:
@@ -259,14 +250,23 @@ def memory_of(config: Config, gpus: DescribedGpus) -> list[GpuMemory]:
     return list(gpu_memory(config, gpus, described_map(config, gpus)))
 
 
-def test_ranks_share_the_trainers_memory_and_each_loads_the_whole_model_first() -> None:
-    config = load_config("run.toml", ["model.path=7b", "trainer.ranks=4", "weights.transport=pull"])
-    ranks = memory_of(config, DescribedGpus(8, GPU_KINDS["h100"]))[:4]
-    for rank in ranks:
-        assert rank.taken(Moment.START) == CUDA_BYTES + 2 * PARAMETERS
-        assert rank.taken(Moment.HANDOVER) == CUDA_BYTES + 4 * 2 * PARAMETERS // 4
-    assert ranks[0].fullest is Moment.END
-    assert {rank.fullest for rank in ranks[1:]} == {Moment.STEP}
+def test_ranks_share_the_trainers_memory_and_no_other_precision_in_the_engines_adds_to_it() -> None:
+    for more in ([], ["model.dtype=float32", "engine.dtype=bfloat16"]):
+        config = load_config("run.toml", ["model.path=7b", "trainer.ranks=4", "weights.transport=pull", *more])
+        width = 4 if more else 2
+        ranks = memory_of(config, DescribedGpus(8, GPU_KINDS["h200"]))[:4]
+        assert {rank.taken(Moment.START) for rank in ranks} == {CUDA_BYTES}, "rows come bucket by bucket"
+        (step,) = {rank.taken(Moment.STEP) for rank in ranks}
+        weights = CUDA_BYTES + 4 * width * PARAMETERS // 4
+        assert weights < step < 2 * weights and {rank.fullest for rank in ranks} == {Moment.STEP}
+
+
+def test_the_first_rank_alone_has_the_whole_model_in_host_memory() -> None:
+    for ranks in (1, 6):
+        config = load_config("run.toml", ["model.path=7b", f"trainer.ranks={ranks}", "objective.kl_coefficient=0.1"])
+        needs = {need.what: need.num_bytes for need in version_needs(config, model_sizes(config.model))}
+        # with the reference
+        assert needs["the whole model in the first trainer rank, at its start and its end"] == 2 * 2 * PARAMETERS
 
 
 def test_a_server_takes_its_share_of_each_gpu_and_has_keys_in_what_weights_leave() -> None:
@@ -296,7 +296,10 @@ def test_the_seconds_of_a_version_are_its_bytes_over_the_slowest_part() -> None:
     config = load_config("run.toml", ["model.path=7b"])
     ways = {way.transport: way for way in version_ways(config, DescribedGpus(2, GPU_KINDS["h100"]))}
     num_bytes = ways["direct"].slowest.num_bytes
-    assert ways["direct"].slowest.seconds == pytest.approx(num_bytes / 1e9)
+    assert ways["direct"].slowest.seconds == pytest.approx(num_bytes / 450e9), "from GPU to GPU"
+    shared = load_config("run.toml", ["model.path=7b", "trainer.ranks=2"])
+    (by_host,) = [way for way in version_ways(shared, DescribedGpus(3, GPU_KINDS["h100"])) if way.transport == "direct"]
+    assert by_host.slowest.seconds == pytest.approx(num_bytes / 1e9), "through host memory, by gloo"
     assert ways["shared_memory"].slowest.seconds == pytest.approx(num_bytes / 7.7e9)
     assert ways["pull"].slowest.seconds == pytest.approx(num_bytes / 0.8e9)
     over = load_config("run.toml", ["model.path=7b", "cluster.kind=ray", "lora.rank=8"])

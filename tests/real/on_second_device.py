@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from tests.engines.test_contract import running
 from tests.engines.test_scoring import ragged
 from tests.models.mixtures import tiny_mixture
 from tests.models.tiny import tiny_adapted, tiny_model
-from tests.second_device import here
+from tests.second_device import crossed, here
 from tests.second_device import moved as moved_to_ours
 from tests.trainer.fixtures import batch, save_checkpoint, trainer
 from tests.weights.fleets import sent
@@ -29,15 +29,22 @@ from transformers import PreTrainedModel
 
 from midflight.config.load import load_config
 from midflight.engines.embedded.weights import model_fingerprint
+from midflight.errors import WeightsCorrupt
 from midflight.models.load import load_model, save_model
-from midflight.models.names import as_tensors, in_dtype, named_tensors
+from midflight.models.names import as_tensors, in_dtype, named_tensors, outlines
+from midflight.run.device_check.inside import BenchWorker
 from midflight.trainer.checkpoint import load_checkpoint
 from midflight.trainer.credit import Scoring
 from midflight.trainer.critic import Valuation
 from midflight.trainer.model.microbatch import Layout
 from midflight.trainer.supervised import SupervisedTrainer
 from midflight.trainer.trainer import PolicyTrainer, trainer_of
-from midflight.types import PackedBatch
+from midflight.types import PackedBatch, WeightManifest
+from midflight.weights.device_digest import digests, lanes
+from midflight.weights.transports.broadcast import BroadcastPublisher, OutgoingVersion
+from midflight.weights.transports.direct import DirectFeed
+from midflight.weights.transports.process_group import BroadcastReceiver
+from midflight.weights.transports.publisher import copied
 from midflight.weights.transports.select import publisher, receiver
 
 REAL = os.environ.get("MIDFLIGHT_TEST_DEVICE")
@@ -216,3 +223,103 @@ def test_a_model_is_written_and_read_again_there(kind: str, tmp_path: Path) -> N
     if kind == "adapters":
         save_model(model, tmp_path / "merged", merged=True)
         assert load_model(tmp_path / "merged", dtype="float32").num_parameters() == tiny_model().num_parameters()
+
+
+# --- From device to device -------------------------------------------------------------------------------------------
+
+
+class Source:
+    """A trainer's model on the device, whose versions leave in bfloat16."""
+
+    def __init__(self) -> None:
+        self.model = both(tiny_model)[1]
+
+    def publish(self, sender: BroadcastPublisher, version: int) -> WeightManifest:
+        with torch.no_grad():
+            next(self.model.parameters()).mul_(1.5)
+        return sender.publish(version, outlines(named_tensors(self.model), torch.bfloat16), self._fill)
+
+    def served(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.cpu().bfloat16().float() for name, tensor in named_tensors(self.model).items()}
+
+    def _fill(self, places: Mapping[str, torch.Tensor], _: Mapping[str, torch.Tensor]) -> None:
+        copied(places, named_tensors(self.model))
+
+
+def equal(model: PreTrainedModel, expected: Mapping[str, torch.Tensor]) -> bool:
+    return all(torch.equal(tensor.cpu(), expected[name]) for name, tensor in named_tensors(model).items())
+
+
+@pytest.mark.skipif(REAL is not None, reason="two members of NCCL must have two GPUs")
+def test_a_version_goes_from_the_trainers_device_to_a_workers_through_no_host_memory_and_is_taken_back() -> None:
+    """Counted on our device, with gloo in the place of NCCL: no proof of NCCL."""
+    source = Source()
+    served = both(lambda: tiny_model(seed=5))[1]
+    places = [parameter.data_ptr() for parameter in served.parameters()]
+    worker = BenchWorker(served)
+    first = {name: tensor.cpu() for name, tensor in named_tensors(served).items()}
+    made = [first]
+
+    async def main(sender: BroadcastPublisher) -> None:
+        feed = DirectFeed()
+        for version in (1, 2):
+            crossed.clear()
+            await feed.bring(source.publish(sender, version), worker)
+            sender.release(version)
+            worker.buffer.take(version)
+            assert (crossed.to_host, crossed.from_host) == (0, 0)
+            chosen = {name.partition("_")[0] for name in crossed.chosen}
+            assert chosen == {"weights-broadcast", "midflight-direct"}, "a thread begins with the first device"
+            made.append(source.served())
+            assert equal(served, made[version])
+        worker.buffer.take(1)
+        assert equal(served, made[1])
+        assert [parameter.data_ptr() for parameter in served.parameters()] == places, "recorded graphs hold the addresses"
+
+    with BroadcastPublisher(device=DEVICE, bucket_bytes=5000, quiet_seconds=0.02) as sender:
+        asyncio.run(main(sender))
+        assert sender.service.num_groups == 1
+
+
+@pytest.mark.skipif(REAL is not None, reason="counts the bytes of our device")
+def test_an_engine_that_has_no_device_or_comes_late_gets_the_version_from_host_memory() -> None:
+    source = Source()
+    with BroadcastPublisher(device=DEVICE, bucket_bytes=5000, quiet_seconds=0.02) as sender:
+        manifests = [source.publish(sender, 1)]
+        expected = [source.served()]
+        manifests.append(source.publish(sender, 2))
+        expected.append(source.served())
+        assert all(manifest.fingerprint.startswith("device-") for manifest in manifests)
+        reader = BroadcastReceiver()
+        for manifest, tensors in zip(manifests, expected, strict=True):
+            found = as_tensors(manifest.tensors, reader.fetch(manifest))
+            assert all(torch.equal(found[name].float(), tensor) for name, tensor in tensors.items())
+        damaged = replace(manifests[1], fingerprint=manifests[1].fingerprint[:-1] + "x")
+        sender._held[2] = OutgoingVersion(sender._held[2].data, damaged.fingerprint)
+        with pytest.raises(WeightsCorrupt, match="its bytes hash to"):
+            reader.fetch(damaged)
+
+        worker = BenchWorker(both(lambda: tiny_model(seed=5))[1])
+        asyncio.run(DirectFeed().bring(manifests[0], worker))  # the older one, which has left the device
+        worker.buffer.take(1)
+        assert equal(worker.model, expected[0])
+
+
+def test_a_digest_is_the_same_on_every_device_and_tells_what_was_torn_lost_or_mixed_up() -> None:
+    draw = torch.Generator().manual_seed(0)
+    data = torch.randint(0, 256, (100_003,), dtype=torch.uint8, generator=draw)
+    there = data.to(DEVICE)
+
+    def digest(part: torch.Tensor) -> str:
+        return digests([lanes(part)], [len(part)])[0]
+
+    for place in (slice(0, None), slice(8, 4008), slice(3, 77), slice(5, 6), slice(0, 0)):
+        assert digest(data[place]) == digest(there[place])
+    whole = digest(data)
+    spoilt = data.clone()
+    spoilt[50_000] ^= 1
+    swapped = data.clone()
+    swapped[0:8], swapped[8:16] = data[8:16], data[0:8]
+    longer = torch.cat([data, torch.zeros(1, dtype=torch.uint8)])
+    for other in (spoilt, swapped, data[:-1], longer):
+        assert digest(other) != whole

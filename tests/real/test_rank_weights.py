@@ -20,9 +20,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from midflight.config.loss import CorrectionSection, ObjectiveSection
 from midflight.models.names import as_tensors, named_tensors
-from midflight.run.trainer.team import _whole
 from midflight.trainer.credit import Scoring
 from midflight.trainer.critic import Valuation
+from midflight.trainer.model.rank_buckets import collect
 from midflight.trainer.model.ranks import Ranks
 from midflight.trainer.objective import Objective
 from midflight.types import WeightManifest
@@ -109,7 +109,9 @@ def with_a_server_that_fails(rank: int, size: int, folder: str) -> None:
         server = BroadcastReceiver()
         for version in range(1, 7):
             ours.step(batch(seed=version, version=version - 1, num_groups=3))
-            whole = _whole(ours)
+            tensors = named_tensors(ours.model)
+            whole = {} if rank else {name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors.items()}
+            collect(tensors, whole, ours.ranks)
             if rank == 0:
                 fails = version in (3, 5)
                 manifest = replace(sender.publish(version, whole), receivers=1 + fails)

@@ -15,6 +15,7 @@ from midflight.models.creation import make_model
 from midflight.models.names import in_dtype, named_tensors
 from midflight.run.trainer.trainer_process import ModelWeights, PublishedVersions, put_together, sending_host
 from midflight.types import Version, WeightManifest
+from midflight.weights.transports.publisher import Fill, copied
 from midflight.weights.transports.shared_memory import SharedMemoryPublisher
 
 SIZES = {"hidden_size": 8, "intermediate_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "max_context": 32}
@@ -45,7 +46,7 @@ class Slow:
         self.asked: list[str] = []
         self.busy, self.go_on = threading.Event(), threading.Event()
 
-    def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest:
+    def publish(self, version: Version, tensors: Mapping[str, Tensor], fill: Fill = copied) -> WeightManifest:
         self.asked.append(f"publish {version}")
         self.busy.set()
         assert self.go_on.wait(10)

@@ -71,7 +71,7 @@ def test_every_layout_and_form_of_head_scores_over_the_same_set() -> None:
     found = []
     for layout, plain in ((Layout.PACKED, True), (Layout.PACKED, False), (Layout.PADDED, True), (Layout.PADDED, False)):
         policy = Policy(tiny_model(), layout)
-        policy._has_plain_head = plain
+        policy.has_plain_head = plain
         order, scores = [], []
         for micro in split(predictions, np.arange(len(predictions.targets)), budget=10**6, device=torch.device("cpu"), layout=layout):
             order.append(micro.predictions)

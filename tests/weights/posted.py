@@ -10,7 +10,7 @@ from torch import Tensor
 
 from midflight.types import Version, WeightManifest
 from midflight.weights.transports.posted_files import manifest_of
-from midflight.weights.transports.publisher import Publisher
+from midflight.weights.transports.publisher import Fill, Publisher, copied, filled
 
 
 class PostedFiles(Publisher):
@@ -18,7 +18,9 @@ class PostedFiles(Publisher):
         self._folder = folder
         folder.mkdir(exist_ok=True)
 
-    def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest:
+    def publish(self, version: Version, tensors: Mapping[str, Tensor], fill: Fill = copied) -> WeightManifest:
+        if fill is not copied:
+            tensors = filled(tensors, fill)
         path = self._folder / f"{version}.safetensors"
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
         return manifest_of(path, version=version, fitting=lambda specs: specs)

@@ -9,7 +9,7 @@ import asyncio
 import gc
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -278,6 +278,81 @@ def test_what_was_exchanged_is_gone_with_its_last_user() -> None:
         assert [ref() for ref in gone] == [None, None]
     finally:
         gc.enable()
+
+
+class Half(Small):
+    """A worker's half of the rows of a layer that two workers share."""
+
+    def __init__(self, width: int, *, second: bool) -> None:
+        super().__init__(width // 2)
+        self._rows = slice(width // 2, width) if second else slice(0, width // 2)
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in tensors:
+            part = self.fused.weight.data.chunk(2)[name == "b"]
+            part.copy_(tensor[self._rows, : part.shape[1]])
+
+
+def test_a_worker_of_several_holds_its_share_and_a_bucket_with_a_tensor_and_never_the_whole_version() -> None:
+    width, bucket = 64, 3000
+    server, feed = Workers(2), DirectFeed()
+    server.models = [Half(width, second=False), Half(width, second=True)]
+    server.restart()
+    given = {name: torch.arange(width * width, dtype=torch.float32).reshape(width, width) * (1 + (name == "b")) for name in "ab"}
+    with BroadcastPublisher(bucket_bytes=bucket, quiet_seconds=0.02, deadline_seconds=DEADLINE) as sender:
+        asyncio.run(feed.bring(sender.publish(1, given), server))
+    server.take(1)
+    for model, rows in zip(server.models, (slice(0, 32), slice(32, 64)), strict=True):
+        assert torch.equal(model.fused.weight, torch.cat([given["a"][rows, :32], given["b"][rows, :32]]))
+    one = given["a"].nbytes
+    assert [buffer._coming.most_bytes for buffer in server.buffers] == [bucket + one] * 2 and bucket + one < 2 * one
+
+
+def test_weights_that_are_loaded_in_place_can_be_taken_back_too() -> None:
+    model = Small(2)
+    server, feed = Workers(1), DirectFeed()
+    in_place = midflight_direct.LoadedInPlace(model.load_weights)
+    server.models = [model]
+    server.buffers = [midflight_direct.DoubleBuffer(midflight_direct.in_host_memory, in_place.swap)]
+    with BroadcastPublisher(bucket_bytes=20, quiet_seconds=0.02, deadline_seconds=DEADLINE) as sender:
+        for version in (1, 2, 3):
+            asyncio.run(feed.bring(sender.publish(version, tensors(version)), server))
+            sender.release(version)
+            server.take(version)
+            assert server.serves(version)
+            if version == 1:  # those before it came from a folder, which the companion has
+                with pytest.raises(ValueError, match="version 0 is not here"):
+                    server.take(0)
+            else:
+                for other in (version - 1, version, version):
+                    server.take(other)
+                    assert server.serves(other)
+
+
+def test_a_version_in_whose_place_others_were_loaded_is_not_said_to_be_served(sender: BroadcastPublisher) -> None:
+    server, feed = Workers(1), DirectFeed()
+    asyncio.run(feed.bring(sender.publish(1, tensors(1)), server))
+    server.take(1)
+    server.models[0].load_weights([("a", torch.zeros(2, 2)), ("b", torch.zeros(2, 2))])
+    server.buffers[0].forget_live()
+    assert [state.live for state in asyncio.run(server.states())] == [None]
+    with pytest.raises(ValueError, match="version 1 is not here"):
+        server.take(1)
+
+
+def test_tensors_without_numbers_come_too() -> None:
+    seen: list[tuple[str, tuple[int, ...]]] = []
+
+    def prepare(arriving: Iterable[tuple[str, Tensor]]) -> list[str]:
+        seen.extend((name, tuple(tensor.shape)) for name, tensor in arriving)
+        return []
+
+    server, feed = Workers(1), DirectFeed()
+    server.buffers = [midflight_direct.DoubleBuffer(prepare, lambda ready: ready)]
+    with BroadcastPublisher(bucket_bytes=20, quiet_seconds=0.02, deadline_seconds=DEADLINE) as sender:
+        given = {"first": torch.zeros(0, 2), "a": torch.ones(7), "last": torch.zeros(2, 0)}
+        asyncio.run(feed.bring(sender.publish(1, given), server))
+    assert sorted(seen) == [("a", (7,)), ("first", (0, 2)), ("last", (2, 0))]
 
 
 def test_a_publisher_that_is_gone_is_an_error_at_once(sender: BroadcastPublisher) -> None:

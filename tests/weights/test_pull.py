@@ -366,7 +366,7 @@ def test_a_tensor_that_ranks_have_in_other_parts_than_rows_is_refused_by_name(mo
     monkeypatch.setattr(pull_publisher, "DTensor", Rows)
     columns = Rows(torch.ones(3, 3), 0)
     columns.placements = (Shard(1),)
-    with pytest.raises(ConfigError, match=r"publishing 'w': ranks have it as .*, not by rows"):
+    with pytest.raises(ConfigError, match=r"handing 'w' over: ranks have it as .*, not by rows"):
         sender.publish(1, {"w": columns})  # pyright: ignore[reportArgumentType]
 
 

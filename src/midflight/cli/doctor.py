@@ -25,11 +25,25 @@ def doctor(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override an option.")
     ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help=(
+                "Try every path on this device in ten minutes, such as cuda or cpu, in place of the "
+                "table."
+            ),
+        ),
+    ] = None,
+    report: Annotated[
+        Path, typer.Option(help="With --device: where the report goes.", metavar="DIR")
+    ] = Path(),
     debug: Debug = False,
 ) -> int:
     """Looks at machine, engines, packages, limits, and a configuration or model: what there is,
-    what is wrong, what to do about it.
+    what is wrong, what to do about it. With --device it tries what a device can do.
     """
+    if device is not None:
+        return _tried(device, report, asked, overrides or [])
     from midflight.cli.examine import examine
     from midflight.cli.put_back import put_back_at
     from midflight.run.launcher.checks.check import Severity
@@ -45,6 +59,27 @@ def doctor(
     plural = "s" if wrong > 1 else ""
     typer.echo(f"{wrong} problem{plural}: a run could not work")
     return 1
+
+
+def _tried(device: str, folder: Path, asked: Path | None, overrides: Sequence[str]) -> int:
+    """Tries a device and writes the report. Status 1 if anything failed."""
+    from midflight.errors import ConfigError
+    from midflight.run.device_check.check import check_device
+    from midflight.run.device_check.report import TrialOutcome, write_report
+
+    if asked is not None or overrides:
+        given = "--set" if asked is None else str(asked)
+        raise ConfigError(
+            f"{given} is of a run, and --device looks at a device with models of its own; leave one "
+            "of the two out."
+        )
+    found = check_device(device, say=typer.echo)
+    as_json, as_page = write_report(found, folder)
+    failed = found.trials(TrialOutcome.FAILED)
+    for trial in failed:
+        typer.echo(f"failed: {trial.what}: {trial.line}")
+    typer.echo(f"{found.verdict}; {as_page} and {as_json} say all of it")
+    return 1 if failed else 0
 
 
 def _show(found: Sequence[Finding]) -> None:

@@ -22,7 +22,7 @@ from midflight.config.devices import VISIBLE
 from midflight.config.gpu_memory import GpuMemory, gpu_memory, is_server, server_layout
 from midflight.config.gpus import GPUS_OF_A_MACHINE, DescribedGpus, described_map
 from midflight.config.memory import memory_estimate
-from midflight.config.seats import DeviceAssignment, config_in_place, server_of
+from midflight.config.seats import DeviceAssignment, config_in_place, server_of, stays_on_gpus
 from midflight.config.version_ways import (
     MEMORY,
     SHARED,
@@ -211,7 +211,7 @@ def _groups(config: Config) -> Table:
         workers = num_workers_of_servers(config)
         table.add_row(
             "versions, direct",
-            "gloo",
+            "NCCL; gloo where a GPU has no room" if stays_on_gpus(config) else "gloo",
             str(workers + 1),
             f"trainer, {workers} workers of the servers",
         )

@@ -1,9 +1,11 @@
 """The memory of each GPU of a run at its fullest moment, estimated before anything is started, for
 GPUs that options describe. `memory` has the items of our own processes.
 
-A GPU has four moments: the start, at which each trainer rank loads the whole model and then keeps
-its share of it; a step; the handover, for which the first rank may put the whole version together;
-and the end, at which it does so to export the model. All that is on a GPU at one moment is added up. Nothing of it was measured on a GPU.
+A GPU has two moments: the start, at which one trainer rank may make a warm start with the whole
+model, and a step. Ranks get their rows of the model from the first rank's host memory, and give them
+back bucket by bucket, so that no rank has the whole model on its GPU at another time, and no moment
+takes as much as a step. All that is on a GPU at one moment is added up. Nothing of it was measured
+on a GPU.
 """
 
 import re
@@ -17,7 +19,6 @@ from midflight.config.derived import (
     model_sizes,
     num_engines,
     served_dtype,
-    trained_parameters,
 )
 from midflight.config.devices import ServerSection
 from midflight.config.engine import EngineSection
@@ -25,7 +26,7 @@ from midflight.config.gpus import DescribedGpus
 from midflight.config.memory import MemoryItem, memory_estimate, step_bytes
 from midflight.config.seats import DeviceAssignment, server_of, server_size
 from midflight.config.sections import Config
-from midflight.models.sizes import ModelSizes, element_bytes
+from midflight.models.sizes import ModelSizes
 
 CUDA_BYTES = 2**30
 """CUDA's context of a process, with the buffers of cuBLAS and NCCL. It is assumed."""
@@ -40,8 +41,6 @@ _SHARE = re.compile(r"(?:--gpu-memory-utilization|--mem-fraction-static)[= ]([\d
 class Moment(StrEnum):
     START = "at its start"
     STEP = "in a step"
-    HANDOVER = "at a handover"
-    END = "at its end"
 
 
 ALWAYS = frozenset(Moment)
@@ -160,7 +159,6 @@ def _trainer_items(
     """The items of a trainer rank. The estimate is for all ranks, which share each of its items."""
     ranks = config.trainer.ranks
     weights = sizes.weight_bytes(config.model.dtype)
-    shared = frozenset({Moment.STEP, Moment.HANDOVER, Moment.END})
     in_step = frozenset({Moment.STEP})
     more_ranks = f"raise trainer.ranks ({ranks})"
     for item in estimate:
@@ -168,68 +166,28 @@ def _trainer_items(
             continue
         words = item.what
         remedy = more_ranks
-        moments = shared
         if words.startswith("activations"):
             words = f"activations of {_micro_batch(words)}"
             remedy = (
                 f"lower trainer.micro_batch_tokens ({config.trainer.micro_batch_tokens}), or set "
                 "trainer.activation_checkpointing"
             )
-            moments = in_step
         elif words.startswith("the table and two layers"):
             words = "the table and two layers, gathered"
             remedy = "choose GPUs with more memory"
-            moments = in_step
-        yield GpuItem(who, words, item.num_bytes // ranks, moments, remedy)
-    first = who == "trainer"
-    if ranks > 1:
+        yield GpuItem(who, words, item.num_bytes // ranks, in_step, remedy)
+    if who == "trainer" and ranks > 1 and config.warm_start.is_made:
         yield GpuItem(
             who,
-            "the whole model, before ranks share it",
-            _num_models(config) * weights,
-            frozenset({Moment.START}),
-            "choose GPUs with more memory: each rank loads all of it",
-        )
-    if first and ranks > 1 and config.warm_start.is_made:
-        yield GpuItem(
-            who,
-            "gradients and moments of the warm start, which one rank makes",
-            3 * weights,
+            "the whole model with gradients and moments of the warm start, which one rank makes",
+            4 * weights,
             frozenset({Moment.START}),
             "remove [warm_start], and start from a model that has learnt it",
         )
-    if first:
-        yield from _whole_version(config, sizes)
 
 
-def _whole_version(config: Config, sizes: ModelSizes) -> Iterator[GpuItem]:
-    """What the first rank puts together on its GPU: the model at the end of the run, to export it,
-    and each version, unless ranks give their own parts away.
-    """
-    ranks = config.trainer.ranks
-    gives_parts = config.weights.transport == "pull" and not config.weights.delta
-    if ranks > 1:
-        moments = {Moment.END} if gives_parts else {Moment.END, Moment.HANDOVER}
-        yield GpuItem(
-            "trainer",
-            "the whole model, put together",
-            trained_parameters(config, sizes) * element_bytes(config.model.dtype),
-            frozenset(moments),
-            f"raise trainer.ranks ({ranks}), or choose GPUs with more memory: the first rank puts "
-            "the model together to export it",
-        )
-    if served_dtype(config) != config.model.dtype and not gives_parts:
-        yield GpuItem(
-            "trainer",
-            f"a version in {served_dtype(config)}",
-            handed_bytes(config, sizes),
-            frozenset({Moment.HANDOVER}),
-            'set weights.transport = "pull"',
-        )
-
-
-def _num_models(config: Config) -> int:
-    """The models of a trainer rank: the policy, with the reference and the critic where there are
+def num_models(config: Config) -> int:
+    """The models of the trainer: the policy, with the reference and the critic where there are
     any.
     """
     has_reference = config.objective.kl_coefficient > 0

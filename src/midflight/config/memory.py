@@ -208,7 +208,8 @@ def _trainer_memory(config: Config, sizes: ModelSizes, *, tokens: int) -> Iterat
             (*model, "trainer.ranks"),
             on_gpu=on_gpu,
         )
-    made_anew = config.weights.delta + (served_dtype(config) != config.model.dtype)
+    is_put_together = ranks > 1 or served_dtype(config) != config.model.dtype
+    made_anew = config.weights.delta * (1 + is_put_together)
     if made_anew:
         yield MemoryItem(
             "trainer",

@@ -104,6 +104,28 @@ def server_size(engine: EngineSection, server: ServerSection | None) -> int:
     return 1 if server is None else server.world_size
 
 
+def stays_on_gpus(config: Config) -> bool:
+    """True if versions go from the trainer's GPU to those of the servers, and through no host
+    memory. Untested on a GPU.
+
+    Both ends must have no other group of GPUs, whose kernels could wait for those of this one: one
+    trainer rank, and servers of one GPU each.
+    """
+    engine = config.engine
+    sizes = [server_size(engine, server) for server in engine.servers or (None,)]
+    return (
+        config.weights.transport == "direct"
+        and not config.weights.delta
+        and config.trainer.device != "cpu"
+        and config.trainer.ranks == 1
+        and engine.kind != "embedded"
+        and engine.device != "cpu"
+        and not engine.share_devices
+        and not engine.urls
+        and max(sizes) == 1
+    )
+
+
 def lent_engine(engine: EngineSection) -> str | None:
     """The name of the engine in the trainer's place, if there is one."""
     return f"engine{num_engines(engine) - 1}" if engine.lend else None

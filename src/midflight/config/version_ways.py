@@ -9,8 +9,9 @@ from typing import get_args
 
 from midflight.config.derived import num_engines
 from midflight.config.disk import published_bytes, staged_bytes
+from midflight.config.gpu_memory import num_models
 from midflight.config.gpus import DescribedGpus
-from midflight.config.seats import server_of, server_size
+from midflight.config.seats import server_of, server_size, stays_on_gpus
 from midflight.config.sections import Config
 from midflight.config.transport import Transport, version_bytes
 from midflight.models.sizes import ModelSizes
@@ -78,6 +79,11 @@ def _why_not(config: Config, transport: Transport) -> str:
 def _parts(config: Config, gpus: DescribedGpus, transport: Transport) -> Iterator[WayPart]:
     num_bytes = version_bytes(config)
     pcie = gpus.kind.pcie_speed
+    if transport == "direct" and stays_on_gpus(config):
+        speed = gpus.kind.nvlink_speed or pcie
+        words = "NVLink" if gpus.kind.nvlink_speed else "PCIe"
+        yield WayPart(f"{words}, by NCCL from GPU to GPU", num_bytes, speed)
+        return
     if config.trainer.device != "cpu":
         own = num_bytes
         if transport == "pull" and not config.weights.delta:
@@ -124,17 +130,19 @@ def version_needs(config: Config, sizes: ModelSizes) -> Iterator[HostNeed]:
         yield HostNeed(SHARED, "two folders for each server to load from", staged)
     if transport == "pull":
         yield HostNeed(SHARED, "a version, once on each machine with engines", num_bytes)
-    if transport == "direct":
+    if transport == "direct" and config.engine.device != "cpu":
+        workers = num_workers_of_servers(config)
         yield HostNeed(
             MEMORY,
-            "a version, whole in each worker of the servers",
-            num_bytes * num_workers_of_servers(config),
+            "two versions in each worker of the servers, where its GPU has no room beside",
+            2 * num_bytes * workers,
         )
     elif config.engine.kind != "embedded" and config.engine.device != "cpu":
         yield HostNeed(MEMORY, "a version on its way, beside each server", num_bytes * engines)
     if config.trainer.device != "cpu":
-        loaded = config.trainer.ranks * sizes.weight_bytes(config.model.dtype)
-        yield HostNeed(MEMORY, "the whole model in each trainer rank, at its start", loaded)
+        loaded = num_models(config) * sizes.weight_bytes(config.model.dtype)
+        words = "the whole model in the first trainer rank, at its start and its end"
+        yield HostNeed(MEMORY, words, loaded)
 
 
 def most_shared(config: Config, sizes: ModelSizes, *, engines_there: int) -> int:

@@ -7,6 +7,8 @@ they are.
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
@@ -86,10 +88,15 @@ def load_model(
     model, info = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
     _check_complete(folder, info)
     device = torch.device(device)
-    if device.type == "cuda":
-        # cuDNN's attention makes a plan for each new shape, and almost every step has a new one.
-        torch.backends.cuda.enable_cudnn_sdp(False)
+    prepare(device)
     nn.Module.to(model, device=device)
+    return _ready(model, folder)
+
+
+def _ready(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """The model with the adapters of its folder, in evaluation mode. Only the text tower is
+    trained.
+    """
     others = other_parts(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(others))
@@ -97,6 +104,57 @@ def load_model(
     if adapter is not None:
         load_adapters(model, adapter)
     return model.eval()
+
+
+def prepare(device: torch.device) -> None:
+    """Prepares torch for models on this device."""
+    if device.type == "cuda":
+        # cuDNN's attention makes a plan for each new shape, and almost every step has a new one.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def load_frame(folder: Path, *, dtype: str | torch.dtype) -> PreTrainedModel:
+    """The model of a folder as `load_model` gives it, without its weights: parameters are on the
+    meta device, and take no memory. Another process that has loaded the folder gives their numbers
+    and those of the buffers.
+
+    Raises `ModelNotFound` if there is no such model.
+    """
+    folder = Path(folder)
+    check_folder(folder)
+    config = _config_of(folder)
+    try:
+        with _weights_on_meta():
+            model: PreTrainedModel = auto_class(config).from_config(
+                config, dtype=torch_dtype(dtype)
+            )
+    except Exception as error:  # an architecture fails as it likes to
+        raise ModelNotFound(
+            f"making the model in {str(folder)!r}: transformers {version('transformers')} raises "
+            f"{described(error)}; correct its config.json, or install a version of transformers "
+            "that makes it."
+        ) from error
+    return _ready(model, folder)
+
+
+@contextmanager
+def _weights_on_meta() -> Generator[None]:
+    """Puts the parameters of the modules that are made inside the block on the meta device. Buffers
+    get their numbers, because those that no file has are computed when a module is made.
+    """
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:  # one that is tied has been moved
+            param = nn.Parameter(param.to("meta"), param.requires_grad)
+        register(module, name, param)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def outline(folder: Path) -> PreTrainedModel:

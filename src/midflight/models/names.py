@@ -74,6 +74,17 @@ def in_dtype(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Ten
     return found
 
 
+def outlines(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Names and shapes of the tensors as `in_dtype` would make them, without their numbers: on the
+    meta device.
+    """
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        served = dtype if tensor.is_floating_point() else tensor.dtype
+        found[name] = torch.empty(tensor.shape, dtype=served, device="meta")
+    return found
+
+
 @torch.no_grad()
 def assign(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Makes `tensors` the weights of `model`: all or none (I7). Names are those of `named_tensors`.

@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from jaxtyping import Int
@@ -122,12 +123,40 @@ class Routers:
         return found
 
 
+class RouterPlan(msgspec.Struct, frozen=True):
+    """The routers of an architecture: the names of the modules that choose, by the number of their
+    layer. Each chooses `num_chosen` of `num_experts`.
+    """
+
+    modules: dict[int, str]
+    num_layers: int
+    """All layers of the model."""
+    num_experts: int
+    num_chosen: int
+
+    def routers(self, model: PreTrainedModel) -> Routers:
+        """The routers of a model of this architecture."""
+        named = dict(model.named_modules())
+        return Routers(
+            {number: named[name] for number, name in self.modules.items()},
+            num_layers=self.num_layers,
+            num_experts=self.num_experts,
+            num_chosen=self.num_chosen,
+        )
+
+
 def routers_of(model: PreTrainedModel) -> Routers | None:
     """The routers of a model. It is None if the model is no mixture, or if its layers choose in
     different ways.
 
     Call it before anything changes the model's attention: it makes a forward.
     """
+    plan = router_plan(model)
+    return None if plan is None else plan.routers(model)
+
+
+def router_plan(model: PreTrainedModel) -> RouterPlan | None:
+    """What `routers_of` finds, without watching the model."""
     if not any("expert" in name for name in model.config.get_text_config().to_dict()):
         return None
     finder = _Finder()
@@ -146,12 +175,12 @@ def routers_of(model: PreTrainedModel) -> Routers | None:
         return None
     num_experts, num_chosen = kinds.pop()
     names = {module: name for name, module in model.named_modules()}
-    layers: dict[int, nn.Module] = {}
+    modules: dict[int, str] = {}
     for module in finder.found:
         number = re.findall(r"\d+", names[module])[0]
-        layers[int(number)] = module
+        modules[int(number)] = names[module]
     num_layers = model.config.get_text_config().num_hidden_layers
-    return Routers(layers, num_layers=num_layers, num_experts=num_experts, num_chosen=num_chosen)
+    return RouterPlan(modules, num_layers, num_experts, num_chosen)
 
 
 class _TopkMode(TorchFunctionMode):

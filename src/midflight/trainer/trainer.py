@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 
+import msgspec
 import torch
 from transformers import PreTrainedModel
 
@@ -18,7 +19,7 @@ from midflight.trainer.critic import Critic, Valuation, value_model_of
 from midflight.trainer.model.layers import compile_layers, recompute_activations
 from midflight.trainer.model.microbatch import Layout
 from midflight.trainer.model.passes import Passes
-from midflight.trainer.model.policy import Policy, TokenModel, check_fits
+from midflight.trainer.model.policy import Policy, TokenModel, TriedOut, check_fits, try_out
 from midflight.trainer.model.ranks import Ranks
 from midflight.trainer.model.sharding import shard
 from midflight.trainer.objective import Objective
@@ -89,9 +90,13 @@ class PolicyTrainer:
         temperature: float = 1.0,
         version: Version = 0,
         ranks: Ranks | None = None,
+        device: torch.device | None = None,
     ) -> None:
         """`reference` is the model that a divergence is taken from; without one it is `model` as it
         is now. `valuation` gives the options of a critic, for generalised advantages.
+
+        `device` computes, by default the one that has the model. With several ranks a model may be
+        elsewhere before it is shared (see `shard`).
         """
         assert (valuation is not None) == (scoring.advantage == "gae"), (
             "a critic is there for generalised advantages, and for nothing else"
@@ -112,16 +117,16 @@ class PolicyTrainer:
         self._rules = rules
         like = next(model.parameters())
         self._dtype = torch.promote_types(like.dtype, torch.float32)
-        self._device = like.device
+        self._device = device or like.device
         passes_of_reference: Passes | None = None
         if objective.kl_coefficient:
             held = (reference or copy.deepcopy(model)).requires_grad_(False)
             passes_of_reference = self._passes(
-                Policy(held, scale.layout), scale, temperature, trains=False
+                self._policy(held, scale.layout), scale, temperature, trains=False
             )
         # The critic's model is a copy, and is made before the layers are changed.
         judge = None if valuation is None else value_model_of(model, scale.layout)
-        policy = Policy(model, scale.layout, replays=scale.routing_replay)
+        policy = self._policy(model, scale.layout, replays=scale.routing_replay)
         passes_of_policy = self._passes(policy, scale, temperature)
         self.optimizer = adamw(
             model,
@@ -146,6 +151,18 @@ class PolicyTrainer:
             ranks=self.ranks,
         )
 
+    def _policy(self, model: PreTrainedModel, layout: Layout, *, replays: bool = False) -> Policy:
+        """The policy of a model. With several ranks the first one tries the model out, because the
+        others may have no numbers of it yet.
+        """
+        if self.ranks.size == 1:
+            return Policy(model, layout, replays=replays)
+        told = b""
+        if self.ranks.is_first:
+            told = msgspec.json.encode(try_out(model, replays=replays))
+        tried = msgspec.json.decode(self.ranks.from_first(told), type=TriedOut)
+        return Policy(model, layout, tried=tried)
+
     def _passes(
         self, reader: TokenModel, scale: Scale, temperature: float, *, trains: bool = True
     ) -> Passes:
@@ -153,7 +170,7 @@ class PolicyTrainer:
             recompute_activations(reader.model)
         if scale.compile:
             compile_layers(reader.model)
-        shard(reader, self.ranks, compute_dtype=scale.compute_dtype)
+        shard(reader, self.ranks, compute_dtype=scale.compute_dtype, device=self._device)
         return Passes(
             reader,
             self.ranks,
@@ -203,8 +220,11 @@ def trainer_of(
     layout: Layout = Layout.PACKED,
     reference: PreTrainedModel | None = None,
     ranks: Ranks | None = None,
+    device: torch.device | None = None,
 ) -> PolicyTrainer:
-    """The trainer that a configuration asks for. The model must be right in `layout`."""
+    """The trainer that a configuration asks for. The model must be right in `layout`. See
+    `PolicyTrainer` for `device`.
+    """
     section = config.trainer
     compute_dtype = torch.bfloat16 if section.compute_dtype == "bfloat16" else None
     valuation: Valuation | None = None
@@ -242,4 +262,5 @@ def trainer_of(
         ),
         temperature=config.environment.temperature,
         ranks=ranks,
+        device=device,
     )

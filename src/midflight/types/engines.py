@@ -169,6 +169,10 @@ class TransferOrder:
     """True if the weights are loaded to be served. A version that is only a step to another one is
     not.
     """
+    on_device: bool = False
+    """True if the bytes go from the trainer's device to those of the workers, and are hashed there.
+    Otherwise they are in host memory at both ends.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from midflight.engines.servers.server import (
 )
 from midflight.engines.servers.staged import StagedFolder, StagingArea
 from midflight.engines.streams import ChunkStream
-from midflight.errors import EngineError, MidflightError, PauseIgnored
+from midflight.errors import EngineError, EngineUnavailable, MidflightError, PauseIgnored
 from midflight.ports import WeightReceiver
 from midflight.text.tokenizer import Tokenizer
 
@@ -438,7 +438,7 @@ class ServerEngine:
         try:
             await self._give(staged, recompute=recomputed)
         except EngineError as error:
-            await self._give(self._live, recompute=recomputed)
+            await self._give_back(recompute=recomputed)
             self._whole = True
             raise EngineError(f"{error} It serves version {self._live.version} again.") from error
         self._whole = True
@@ -450,6 +450,15 @@ class ServerEngine:
                     staged.version, recomputed=recomputed, under_way=under_way, late=late
                 )
         self._live = staged
+
+    async def _give_back(self, *, recompute: bool) -> None:
+        """Gives the live weights again, a second time if need be: a server may close the connection
+        over which it has said that a load failed.
+        """
+        try:
+            await self._give(self._live, recompute=recompute)
+        except EngineUnavailable:
+            await self._give(self._live, recompute=recompute)
 
     async def _give(self, staged: StagedFolder, *, recompute: bool) -> None:
         if staged.folder is not None:

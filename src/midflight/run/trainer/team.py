@@ -7,7 +7,7 @@ together.
 """
 
 import asyncio
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -17,12 +17,12 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from midflight.models.names import named_tensors
+from midflight.models.names import named_tensors, torch_dtype
 from midflight.run.heartbeat import ENDLESS, Heartbeat
 from midflight.run.parts import PartLost
 from midflight.trainer.checkpoint import load_checkpoint, stage
+from midflight.trainer.model.rank_buckets import collect
 from midflight.trainer.model.ranks import PATIENCE, Ranks
 from midflight.trainer.report import StepReport
 from midflight.trainer.trainer import PolicyTrainer
@@ -46,7 +46,10 @@ class Stage(msgspec.Struct, frozen=True, tag=True):
 
 
 class Gather(msgspec.Struct, frozen=True, tag=True):
-    """An order to put the weights together on the first rank."""
+    """An order to put the weights together in the first rank's host memory."""
+
+    dtype: str | None
+    """torch's name of the dtype in which floating-point numbers are sent; None: as they are."""
 
 
 class Publish(msgspec.Struct, frozen=True, tag=True):
@@ -191,11 +194,23 @@ class Team:
         write = _writing(self._trainer, self._checkpoints, keep=self._keep, wire=self._wire)
         return partial(write, beside=beside)
 
-    @together()
     def weights(self) -> dict[str, Tensor]:
-        """The tensors to hand over, each whole. In a team of one they share the model's storage."""
-        self._wire.say(Gather())
-        return _whole(self._trainer)
+        """The tensors to hand over, as this rank has them: it has only its rows of those that ranks
+        share. They share the model's storage.
+        """
+        return named_tensors(self._trainer.model)
+
+    @together()
+    def collect(self, into: Mapping[str, Tensor], *, dtype: str | None = None) -> None:
+        """Copies the tensors to hand over into host tensors, each whole. Floating-point numbers are
+        sent in `dtype`, by default as they are.
+
+        Ranks send their rows bucket by bucket (`trainer.model.rank_buckets`), so that no tensor is
+        put together on a device.
+        """
+        deed = Gather(dtype)
+        self._wire.say(deed)
+        _collected(self._trainer, deed, into)
 
     @together()
     def publish(self, version: Version, released: Sequence[Version]) -> WeightManifest:
@@ -268,7 +283,7 @@ def _done(
         case Stage():
             return _writing(trainer, checkpoints, keep=keep, wire=wire)
         case Gather():
-            _whole(trainer)
+            _collected(trainer, deed, {})
         case Publish():
             _published(trainer, wire, deed)
     return None
@@ -287,13 +302,6 @@ def _published(trainer: PolicyTrainer, wire: Wire, deed: Publish) -> WeightManif
     return wire.publisher.publish(deed.version, named_tensors(trainer.model))
 
 
-def _whole(trainer: PolicyTrainer) -> dict[str, Tensor]:
-    """Returns all tensors, each whole. Those that are spread over ranks are put together one by
-    one. A rank that is not the first keeps none.
-    """
-    found: dict[str, Tensor] = {}
-    for name, tensor in named_tensors(trainer.model).items():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if trainer.ranks.is_first:
-            found[name] = whole
-    return found
+def _collected(trainer: PolicyTrainer, deed: Gather, into: Mapping[str, Tensor]) -> None:
+    dtype = None if deed.dtype is None else torch_dtype(deed.dtype)
+    collect(named_tensors(trainer.model), into, trainer.ranks, dtype=dtype)

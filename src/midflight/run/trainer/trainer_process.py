@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -20,13 +21,16 @@ from midflight.allowance import LOOKS
 from midflight.config.derived import lora_alpha, model_sizes, num_engines, served_dtype
 from midflight.config.disk import staged_bytes
 from midflight.config.model import ModelSection
+from midflight.config.seats import stays_on_gpus
 from midflight.config.sections import Config
 from midflight.errors import ConfigError
 from midflight.models.creation import make_model
 from midflight.models.export import export_model
-from midflight.models.load import load_model
+from midflight.models.load import load_frame, load_model, prepare
 from midflight.models.lora import add_adapters, is_adapted, lora_config, save_adapters
-from midflight.models.names import assign, in_dtype, torch_dtype
+from midflight.models.names import named_tensors, outlines, torch_dtype
+from midflight.models.proof import SMALL
+from midflight.models.sizes import sizes_of
 from midflight.observe.activity import WorkBelow
 from midflight.run.api.rollout_client import RolloutClient
 from midflight.run.api.service import WentOn
@@ -47,13 +51,14 @@ from midflight.trainer.trainer import PolicyTrainer, trainer_of
 from midflight.trajectories.pairs import copy_name, drafted
 from midflight.types import Version, WeightManifest
 from midflight.weights.transports.memory_files import SHARED, remove_stale
-from midflight.weights.transports.publisher import Publisher
+from midflight.weights.transports.publisher import Publisher, copied
 from midflight.weights.transports.pull_publisher import PullPublisher
 from midflight.weights.transports.select import publisher as make_publisher
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
+CPU = torch.device("cpu")
 FULL_EVERY = 16
 """Versions from one that is sent whole to the next one with `weights.delta`. With more, an engine
 that rejoins reads more.
@@ -224,9 +229,10 @@ async def _first(
         source = await asyncio.to_thread(
             first_model, config.model, run / "first", seed=config.run.seed
         )
-        model = await asyncio.to_thread(
-            load_model, source, dtype=config.model.dtype, device=config.trainer.device
-        )
+        device = config.trainer.device
+        if not config.warm_start.is_made:  # which one rank computes
+            device = _loading_device(config, source)
+        model = await asyncio.to_thread(load_model, source, dtype=config.model.dtype, device=device)
         # a model that cannot be trained is reported before all else
         layout = await asyncio.to_thread(_layout, config, model, alarm)
     adapters = _adapters(config, model)
@@ -284,12 +290,23 @@ def _layout(
     return layout
 
 
+def _loading_device(config: Config, folder: Path) -> str:
+    """The device that the first rank loads a model to. If ranks share the model, it is the CPU: they
+    get their rows from there, and the whole model need not fit on a GPU. A small model is proven on
+    the device that trains.
+    """
+    if config.trainer.ranks == 1 or sizes_of(folder).num_parameters <= SMALL:
+        return config.trainer.device
+    return "cpu"
+
+
 def _started(config: Config, *, device: str | None = None) -> PreTrainedModel:
     """The model that the ring started with, this time or before."""
+    folder = Path(config.run.folder) / "start"
     return load_model(
-        Path(config.run.folder) / "start",
+        folder,
         dtype=config.model.dtype,
-        device=device or config.trainer.device,
+        device=device or _loading_device(config, folder),
     )
 
 
@@ -303,6 +320,7 @@ def _team(
     checkpoints = Path(config.run.folder) / "checkpoints"
     if config.trainer.ranks > 1:
         _join(spec, size=config.trainer.ranks, device=config.trainer.device)
+        _shared_layout(layout)
     publisher = _sharing(config, sending_host(config.gateway.host, spec.host))
     return Team(
         _trainer(config, model, layout),
@@ -319,11 +337,21 @@ def _sharing(config: Config, host: str) -> Callable[..., PullPublisher]:
 
 def _follower(config: Config, spec: TrainerSpec) -> PolicyTrainer:
     """Waits for the first rank, which saves the model that the others begin with before it joins
-    them.
+    them. This rank makes the model without weights, and gets its rows from the first one.
     """
     _join(spec, size=config.trainer.ranks, device=config.trainer.device)
-    model = _started(config)
-    return _trainer(config, model, _layout(config, model))
+    layout = _shared_layout(None)
+    model = load_frame(Path(config.run.folder) / "start", dtype=config.model.dtype)
+    return _trainer(config, model, layout)
+
+
+def _shared_layout(layout: Layout | None) -> Layout:
+    """The layout that the first rank has proven. The others have none, and no weights to prove one
+    with.
+    """
+    layouts = list(Layout)
+    number = -1 if layout is None else layouts.index(layout)
+    return layouts[Ranks.joined().largest(number)]
 
 
 def _join(spec: TrainerSpec, *, size: int, device: str) -> None:
@@ -339,6 +367,9 @@ def _join(spec: TrainerSpec, *, size: int, device: str) -> None:
 
 def _trainer(config: Config, model: PreTrainedModel, layout: Layout) -> PolicyTrainer:
     reference = None
+    ranks = Ranks.joined()
+    device = _own_device(config.trainer.device)
+    prepare(device)
     if config.objective.kl_coefficient:
         folder = Path(config.run.folder) / "reference"
         if not folder.is_dir():
@@ -346,8 +377,27 @@ def _trainer(config: Config, model: PreTrainedModel, layout: Layout) -> PolicyTr
                 f"objective.kl_coefficient is set, and {folder} is not there: the run began "
                 "without one. Remove it, or start anew without --resume."
             )
-        reference = load_model(folder, dtype=config.model.dtype, device=config.trainer.device)
-    return trainer_of(config, model, layout=layout, reference=reference, ranks=Ranks.joined())
+        if ranks.is_first:
+            at = _loading_device(config, folder)
+            reference = load_model(folder, dtype=config.model.dtype, device=at)
+        else:
+            reference = load_frame(folder, dtype=config.model.dtype)
+    return trainer_of(
+        config,
+        model,
+        layout=layout,
+        reference=reference,
+        ranks=ranks,
+        device=device,
+    )
+
+
+def _own_device(device: str) -> torch.device:
+    """The device of this rank, which `join` has chosen if it is one of several GPUs."""
+    found = torch.device(device)
+    if str(found) == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
 
 
 def _export(config: Config, team: Team, folder: Path, *, merged: bool = False) -> None:
@@ -356,7 +406,7 @@ def _export(config: Config, team: Team, folder: Path, *, merged: bool = False) -
     """
     start = Path(config.run.folder) / "start"
     model = _started(config, device="cpu")
-    assign(model, team.weights())
+    team.collect(named_tensors(model))
     if merged:
         model.config.midflight_steps_digest = team.chain.head
     export_model(model, start, folder, merged=merged)
@@ -403,16 +453,31 @@ class ModelWeights:
 
 
 def put_together(
-    weights: Callable[[], Mapping[str, Tensor]], publisher: Publisher, *, dtype: str
+    weights: Callable[[], Mapping[str, Tensor]],
+    publisher: Publisher,
+    *,
+    dtype: str,
+    collect: Callable[[Mapping[str, Tensor]], None] | None = None,
 ) -> Callable[[Version, Sequence[Version]], WeightManifest]:
-    """Publishes whole tensors, which `weights` gives, in the `dtype` that engines serve in, so that
-    the fingerprint is that of the served tensors.
+    """Publishes the tensors that `weights` gives, in the `dtype` that engines serve in, so that the
+    fingerprint is that of the served tensors. `collect` copies them into host tensors, if ranks
+    share them; without it they are whole.
     """
+
+    def fill(places: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+        if collect is None:
+            copied(places, weights())
+        else:
+            collect(places)
 
     def publish(version: Version, released: Sequence[Version]) -> WeightManifest:
         for old in released:
             publisher.release(old)
-        return publisher.publish(version, in_dtype(weights(), torch_dtype(dtype)))
+        tensors = weights()
+        served = outlines(tensors, torch_dtype(dtype))
+        if collect is None and all(t.dtype is served[name].dtype for name, t in tensors.items()):
+            return publisher.publish(version, tensors)
+        return publisher.publish(version, served, fill)
 
     return publish
 
@@ -461,9 +526,14 @@ async def _train(
                 stage_seconds=section.stage_seconds,
                 # after a restart the folders of servers are there already
                 spare=0 if spec.life else staged_bytes(config, model_sizes(config.model)),
+                device=_own_device(config.trainer.device) if stays_on_gpus(config) else CPU,
             )
             publisher = closing.enter_context(weights)
-            publish = put_together(team.weights, publisher, dtype=served_dtype(config))
+            served = served_dtype(config)
+            collect = None
+            if config.trainer.ranks > 1:
+                collect = partial(team.collect, dtype=served)
+            publish = put_together(team.weights, publisher, dtype=served, collect=collect)
         async with _service(spec) as service:
             stage = team.stage
             if config.run.store_folder is not None and isinstance(service, RolloutClient):

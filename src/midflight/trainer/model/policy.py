@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import torch
 from jaxtyping import Float
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 
 from midflight.errors import RunFailed
 from midflight.models.proof import forget_lengths
-from midflight.models.routing import routers_of
+from midflight.models.routing import RouterPlan, router_plan
 from midflight.trainer.model.attention import Runs, attend_raggedly, packed_runs
 from midflight.trainer.model.layers import unpack_mixers
 from midflight.trainer.model.microbatch import Layout, MicroBatch
@@ -67,6 +68,19 @@ class TokenModel(nn.Module):
         return given
 
 
+class TriedOut(msgspec.Struct, frozen=True):
+    """What a forward of a few tokens says of an architecture."""
+
+    has_plain_head: bool
+    routers: RouterPlan | None = None
+    """Those that replay the choices of an engine, if there are any."""
+
+
+def try_out(model: PreTrainedModel, *, replays: bool = False) -> TriedOut:
+    """Makes a forward of a few tokens. With `replays` the routers of a mixture are wanted."""
+    return TriedOut(has_plain_head(model), router_plan(model) if replays else None)
+
+
 class Policy(TokenModel):
     """Gives the log-probability of tokens instead of logits."""
 
@@ -76,12 +90,15 @@ class Policy(TokenModel):
         layout: Layout = Layout.PACKED,
         *,
         replays: bool = False,
+        tried: TriedOut | None = None,
     ) -> None:
-        """With `replays`, tokens of a mixture go to the experts that an engine recorded."""
-        routers = routers_of(model) if replays else None
+        """With `replays`, tokens of a mixture go to the experts that an engine recorded. A model
+        without numbers cannot be tried out here, and needs what another process has `tried`.
+        """
+        tried = tried or try_out(model, replays=replays)
         super().__init__(model, layout)
-        self._has_plain_head = has_plain_head(model)
-        self.routers = routers
+        self.has_plain_head = tried.has_plain_head
+        self.routers = None if tried.routers is None else tried.routers.routers(model)
 
     def forward(
         self, micro: MicroBatch, *, temperature: float, with_entropy: bool = False
@@ -95,7 +112,7 @@ class Policy(TokenModel):
         """
         if self.routers is not None:
             self.routers.replay(micro.experts, device=micro.input_ids.device)
-        if self._has_plain_head:
+        if self.has_plain_head:
             return self._by_plain_head(micro, temperature=temperature, with_entropy=with_entropy)
         logits = self._logits(micro)
         precise = logits if logits.dtype == torch.float64 else logits.float()

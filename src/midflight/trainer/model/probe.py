@@ -45,7 +45,7 @@ def prove(model: PreTrainedModel, *, max_context: int | None = None) -> Proof:
     For a large model a small copy of its configuration is tried, and the result is kept.
     `max_context` is the longest row of the run.
     """
-    return prove_small(PART, model, _prove, max_context=max_context)
+    return prove_small(PART, model, prove_itself, max_context=max_context)
 
 
 def proven_layout(
@@ -60,7 +60,10 @@ def proven_layout(
     return Layout(found.layout), found
 
 
-def _prove(model: PreTrainedModel, max_context: int | None) -> Proof:
+def prove_itself(model: PreTrainedModel, max_context: int | None = None) -> Proof:
+    """The proof for this model as it is, on its own device, whatever its size. It must be in float32.
+    Its gradients are changed.
+    """
     rows = rows_to_try(model, max_context=max_context)
     own = attention_of(model)
     with eagerly(model):

@@ -138,3 +138,15 @@ class Ranks:
         found = torch.tensor(value)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return int(found)
+
+    def from_first(self, told: bytes) -> bytes:
+        """The bytes that the first rank gives. Those of the others do not count."""
+        if self.size == 1:
+            return told
+        length = torch.tensor([len(told)])
+        dist.broadcast(length, 0)
+        found = torch.zeros(int(length), dtype=torch.uint8)
+        if self.is_first:
+            found = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+        dist.broadcast(found, 0)
+        return found.numpy().tobytes()

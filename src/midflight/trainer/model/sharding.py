@@ -10,31 +10,48 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from midflight.trainer.model.first_rank import FirstRanksModel
 from midflight.trainer.model.layers import decoder_layers
 from midflight.trainer.model.policy import TokenModel
 from midflight.trainer.model.ranks import Ranks
 
 
-def shard(reader: TokenModel, ranks: Ranks, *, compute_dtype: torch.dtype | None) -> None:
-    """FSDP2 (Zhao et al. 2023, 2304.11277): each rank keeps its share of every parameter, and
-    gathers a layer when it is used.
+def shard(
+    reader: TokenModel,
+    ranks: Ranks,
+    *,
+    compute_dtype: torch.dtype | None,
+    device: torch.device,
+) -> None:
+    """FSDP2 (Zhao et al. 2023, 2304.11277): each rank keeps its share of every parameter on the
+    `device`, and gathers a layer when it is used.
 
     Gradients are summed over the ranks in full precision, not averaged: each rank has its share of
     one loss.
+
+    Every rank may have the whole reader, with equal weights. Or only the first has it, in host
+    memory too, and the parameters of the others are on the meta device: then it gives each its
+    rows.
     """
     if ranks.size == 1:
         return
     like = next(reader.parameters())
-    mesh = init_device_mesh(like.device.type, (ranks.size,))
+    source: FirstRanksModel | None = None
+    if ranks.largest(int(like.is_meta)):
+        source = FirstRanksModel(reader, ranks, device=device)
+    mesh = init_device_mesh(device.type, (ranks.size,))
     precision = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=like.dtype if compute_dtype else None
     )
-    for layer in decoder_layers(reader.model):
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(reader, mesh=mesh, mp_policy=precision)
+    for part in (*decoder_layers(reader.model), reader):
+        if source is not None:
+            source.make_room(part)
+        fully_shard(part, mesh=mesh, mp_policy=precision)
     for module in _sharded(reader):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+    if source is not None:
+        source.fill()
 
 
 def forget_gathered(reader: TokenModel) -> None:

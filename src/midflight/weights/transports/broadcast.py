@@ -24,9 +24,12 @@ from torch import Tensor
 from midflight.errors import ConfigError, RunFailed
 from midflight.models.sizes import fingerprint
 from midflight.types import Version, WeightManifest
+from midflight.weights.device_digest import digests as device_digests
+from midflight.weights.device_digest import lanes
 from midflight.weights.manifest import MAX_HELD, extent, layout
 from midflight.weights.transports import rendezvous
 from midflight.weights.transports.buffers import StandingBuffers
+from midflight.weights.transports.device_versions import DeviceBuffer, device_fingerprint
 from midflight.weights.transports.kinds import DIRECT
 from midflight.weights.transports.process_group import (
     BroadcastGroup,
@@ -34,7 +37,14 @@ from midflight.weights.transports.process_group import (
     listen,
     serve_store,
 )
-from midflight.weights.transports.publisher import Publisher, copy_into, named_shapes
+from midflight.weights.transports.publisher import (
+    Fill,
+    Publisher,
+    check_slot,
+    copied,
+    copy_into,
+    named_shapes,
+)
 from midflight.weights.transports.rendezvous import (
     Address,
     Answer,
@@ -50,12 +60,19 @@ from midflight.weights.transports.rendezvous import (
 from midflight.wire.edge import same_token
 
 T = TypeVar("T")
+CPU = torch.device("cpu")
 _log = logging.getLogger(__name__)
 
 MAX_GROUPS = 4
 """Groups kept for the next version. Usually there is one. The others belong to members that ended
 without notice, or that came late and will come late again.
 """
+
+
+def use_device(device: torch.device) -> None:
+    """Makes the device that of this thread, which begins with the first one."""
+    if str(device) != device.type:  # it has a number
+        torch.get_device_module(device).set_device(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +108,12 @@ class BroadcastService:
         backend: Backend,
         bucket_bytes: int,
         deadline_seconds: float,
+        device: torch.device = CPU,
     ) -> None:
-        """`published` is read from the service's threads while the trainer's thread changes it."""
+        """`published` is read from the service's threads while the trainer's thread changes it. Bytes
+        on `device` go to the workers of servers by `backend`, and to others from host memory by
+        gloo.
+        """
         self._published = published
         self._gathering = gathering
         self._host = host
@@ -100,6 +121,7 @@ class BroadcastService:
         self._backend: Backend = backend
         self._bucket_bytes = bucket_bytes
         self._deadline_seconds = deadline_seconds
+        self._device = device
         self._changed = asyncio.Event()
         self._closing = threading.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights-broadcast")
@@ -234,12 +256,13 @@ class BroadcastService:
         if data is None:  # released meanwhile
             _answer(members, self._unknown(members[0].ask))
             return
-        group = self._standing(members)
+        hashed = any(m.ask.workers is not None for m in members)
+        on_device = hashed and data.device != CPU
+        group = self._standing(members, on_device=on_device)
         if group is None:
-            group = await self._meet(members)
+            group = await self._meet(members, on_device=on_device)
         else:
             _answer(members, KeepGroup())
-        hashed = any(m.ask.workers is not None for m in members)
         digests = await self._in_thread(self._broadcast, group, data, hashed)
         self._keep(members, group)
         # else it was released, and the bytes that were hashed may not be those that were sent
@@ -247,17 +270,27 @@ class BroadcastService:
             _answer([m for m in members if m.ask.workers is not None], LastBucketSent(digests))
 
     def _broadcast(self, group: BroadcastGroup, data: Tensor, hashed: bool) -> tuple[str, ...]:
+        """Sends all buckets. Returns the digest of each if it is `hashed`."""
+        on_device = group.terms.on_device
         digests: list[str] = []
-        for part in rendezvous.buckets(data.numel(), self._bucket_bytes):
-            if self._closing.is_set():
-                group.close()
-                raise GroupBroken("the publisher is closing")
-            self.num_bytes_broadcast += part.stop - part.start
-            group.broadcast(data[part])
-            if hashed:
-                sent: memoryview = data[part].numpy().data
-                digests.append(hashlib.sha256(sent).hexdigest()[: rendezvous.DIGEST_DIGITS])
-        return tuple(digests)
+        found: list[Tensor] = []
+        lengths: list[int] = []
+        use_device(self._device)
+        with torch.no_grad():
+            for place in rendezvous.buckets(data.numel(), self._bucket_bytes):
+                if self._closing.is_set():
+                    group.close()
+                    raise GroupBroken("the publisher is closing")
+                part = data[place] if on_device else data[place].cpu()
+                self.num_bytes_broadcast += len(part)
+                group.broadcast(part)
+                if hashed and on_device:
+                    found.append(lanes(part))
+                    lengths.append(len(part))
+                elif hashed:
+                    sent: memoryview = part.numpy().data
+                    digests.append(hashlib.sha256(sent).hexdigest()[: rendezvous.DIGEST_DIGITS])
+            return (*digests, *device_digests(found, lengths))
 
     async def _in_thread(self, deed: Callable[..., T], *args: object) -> T:
         """Runs a blocking call in the service's one thread. Each call has its deadlines."""
@@ -265,26 +298,27 @@ class BroadcastService:
 
     # --- Groups -----------------------------------------------------------------------------------
 
-    def _standing(self, members: list[WaitingReceiver]) -> BroadcastGroup | None:
-        """The group of exactly these members, if all of them hold it too. Other groups with any of
+    def _standing(
+        self, members: list[WaitingReceiver], *, on_device: bool
+    ) -> BroadcastGroup | None:
+        """The group of exactly these members, if all of them hold it too, and bytes lie there as
+        these do. Other groups with any of
         these members are dropped. This group is dropped too until its broadcast is over: a receiver
         has one group, and a round that fails leaves none.
         """
         names = _names(members)
         group = self._groups.get(names)
         self._groups = {n: g for n, g in self._groups.items() if not n & names}
-        return (
-            group
-            if group is not None and all(m.ask.group == group.terms.group for m in members)
-            else None
-        )
+        if group is None or group.terms.on_device != on_device:
+            return None
+        return group if all(m.ask.group == group.terms.group for m in members) else None
 
     def _keep(self, members: list[WaitingReceiver], group: BroadcastGroup) -> None:
         self._groups[_names(members)] = group
         for oldest in list(self._groups)[:-MAX_GROUPS]:
             del self._groups[oldest]
 
-    async def _meet(self, members: list[WaitingReceiver]) -> BroadcastGroup:
+    async def _meet(self, members: list[WaitingReceiver], *, on_device: bool) -> BroadcastGroup:
         """Makes a group. Waits until all members have come."""
         store = serve_store(self._host)
         terms = Join(
@@ -292,16 +326,22 @@ class BroadcastService:
             rank=0,
             world=1 + sum(m.ask.ranks for m in members),
             port=store.port,
-            backend=self._backend,
+            backend=self._backend if on_device or self._device == CPU else "gloo",
             bucket_bytes=self._bucket_bytes,
             deadline_seconds=self._deadline_seconds,
+            on_device=on_device,
         )
         for i, member in enumerate(members):
             member.answer(
                 msgspec.structs.replace(terms, rank=1 + sum(m.ask.ranks for m in members[:i]))
             )
         self.num_groups += 1
-        return await self._in_thread(lambda: BroadcastGroup(terms, store, interface=self._host))
+
+        def join() -> BroadcastGroup:
+            use_device(self._device)
+            return BroadcastGroup(terms, store, interface=self._host)
+
+        return await self._in_thread(join)
 
 
 def _answer(members: list[WaitingReceiver], answer: Answer) -> None:
@@ -336,7 +376,8 @@ class BroadcastPublisher(Publisher):
         self,
         host: str = "127.0.0.1",
         *,
-        backend: Backend = "gloo",
+        backend: Backend | None = None,
+        device: torch.device = CPU,
         num_slots: int = MAX_HELD,
         bucket_bytes: int = BUCKET_BYTES,
         quiet_seconds: float = 0.05,
@@ -348,18 +389,29 @@ class BroadcastPublisher(Publisher):
 
         Receivers begin at once when the expected number has come. Otherwise those that came begin
         after `quiet_seconds` without another. `deadline_seconds` bounds the making of a group and
-        each bucket: 10 s for 64 MiB is a network of 50 Mbit/s. `nccl` sends from GPU to GPU, which
-        must be different ones.
+        each bucket: 10 s for 64 MiB is a network of 50 Mbit/s.
+
+        The newest version is kept on `device`, if that has room, and those before it in host
+        memory. If it is not the CPU, the workers of servers must have a device too: the bytes go
+        from one to the other, without host memory between. `backend` is by default NCCL for GPUs,
+        which must be different ones, and gloo elsewhere. Untested on a GPU.
         """
+        if backend is None:
+            backend = "nccl" if device.type == "cuda" else "gloo"
         self._threads = threads
         self._held: dict[Version, OutgoingVersion] = {}
+        self._num_slots = num_slots
         self._buffers = StandingBuffers(num_slots)
+        self._on_device = DeviceBuffer(device)
+        self._newest: Version | None = None
+        """The version that is on the device."""
         self._listener = _listener(host)
         self._address = Address(host, self._listener.getsockname()[1], secrets.token_hex(16))
         self.service = BroadcastService(
             self._held,
-            Gathering(quiet_seconds=quiet_seconds),
+            Gathering(quiet_seconds=quiet_seconds, apart=device != CPU),
             host=host,
+            device=device,
             token=self._address.token,
             backend=backend,
             bucket_bytes=bucket_bytes,
@@ -370,7 +422,9 @@ class BroadcastPublisher(Publisher):
         self._thread = threading.Thread(target=self._serve, name="weights-broadcast", daemon=True)
         self._thread.start()
 
-    def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest:
+    def publish(
+        self, version: Version, tensors: Mapping[str, Tensor], fill: Fill = copied
+    ) -> WeightManifest:
         """One copy of each tensor into a free buffer, then its fingerprint."""
         if not self._thread.is_alive():
             raise RunFailed(
@@ -378,8 +432,16 @@ class BroadcastPublisher(Publisher):
                 "new publisher."
             )
         specs = layout(named_shapes(tensors))
+        if self._on_device.device != CPU and self._on_device.fits(extent(specs)):
+            check_slot(version, self._held, num_slots=self._num_slots)
+            self._make_room()
+            data = self._on_device.filled(specs, tensors, fill)
+            digest = device_fingerprint(specs, data)
+            self._newest = version
+            self._held[version] = OutgoingVersion(data, digest)
+            return WeightManifest(version, digest, DIRECT, str(self._address), specs)
         buffer = self._buffers.take(version, extent(specs))
-        copy_into(buffer, specs, tensors)
+        copy_into(buffer, specs, tensors, fill)
         with memoryview(buffer) as view:
             digest = fingerprint(specs, view, threads=self._threads)
         self._buffers.hold(version, buffer)
@@ -387,6 +449,15 @@ class BroadcastPublisher(Publisher):
             torch.frombuffer(buffer, dtype=torch.uint8)[: extent(specs)], digest
         )
         return WeightManifest(version, digest, DIRECT, str(self._address), specs)
+
+    def _make_room(self) -> None:
+        """Moves the version that is on the device to host memory, if an engine may still fetch it.
+        A broadcast of it that is under way breaks, and is made again from there.
+        """
+        held = None if self._newest is None else self._held.get(self._newest)
+        if held is not None and self._newest is not None:
+            self._held[self._newest] = OutgoingVersion(held.data.cpu(), held.fingerprint)
+        self._newest = None
 
     def release(self, version: Version) -> None:
         self._held.pop(version, None)

@@ -10,7 +10,14 @@ from midflight.models.sizes import element_bytes, fingerprint
 from midflight.types import Delta, TensorSpec, Version, WeightManifest
 from midflight.weights.difference_codec import encode
 from midflight.weights.manifest import MAX_HELD, extent, repacked, set_aside, views
-from midflight.weights.transports.publisher import Publisher, check_slot, named_shapes
+from midflight.weights.transports.publisher import (
+    Fill,
+    Publisher,
+    check_slot,
+    copied,
+    filled,
+    named_shapes,
+)
 
 WORTH = 0.8
 """A difference that is larger than this share of the whole is not worth two more passes over the
@@ -53,12 +60,16 @@ class DeltaPublisher(Publisher):
         self._inside: set[Version] = set()
         """The versions that the inner publisher holds."""
 
-    def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest:
+    def publish(
+        self, version: Version, tensors: Mapping[str, Tensor], fill: Fill = copied
+    ) -> WeightManifest:
         """Blocks for the comparison, the compression of the changes and one hash of the whole.
         Raises `SlotBusy` until a release.
         """
         check_slot(version, self._held, num_slots=MAX_HELD)
         self._release_unneeded()
+        if fill is not copied:  # both the whole and its difference are made of whole tensors
+            tensors = filled(tensors, fill)
         base = self._newest
         self._newest = None
         manifest: WeightManifest | None = None

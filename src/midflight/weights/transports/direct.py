@@ -164,6 +164,7 @@ class DirectRound:
             base=leg.base,
             keeps=self._keeps,
             serves=leg.serves,
+            on_device=terms.on_device,
         )
 
     def sent(self, answer: Answer | None) -> None:

@@ -20,6 +20,7 @@ from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, T
 from midflight.errors import EngineUnavailable, WeightsCorrupt
 from midflight.types import WeightManifest
 from midflight.weights.manifest import extent, repacked, set_aside, views
+from midflight.weights.transports.device_versions import DEVICE_PREFIX, verify_of_device
 from midflight.weights.transports.file_receiver import verify
 from midflight.weights.transports.rendezvous import (
     MAX_LINE,
@@ -68,19 +69,17 @@ class BroadcastGroup:
             raise GroupBroken(_first_line(error)) from error
         # The store lives as long as the group, whose connections are made through it.
         self._store: TCPStore | None = store
-        self._staged: Tensor | None = None
-        if terms.backend == "nccl":
-            self._staged = torch.empty(terms.bucket_bytes, dtype=torch.uint8, device="cuda")
 
     def broadcast(self, part: Tensor) -> None:
         """Copies rank 0's bytes, at most a bucket, into the `part` of every member: uint8 in this
-        process's own memory.
+        process's own memory, or on its device if the terms say so.
         """
         try:
-            if self._staged is None:
-                self._start(part).wait()
+            # No name here for the work: a traceback would keep it, and with it the connections.
+            if self.terms.backend == "nccl":
+                self._poll(part)
             else:
-                self._through_device(part, self._staged[: part.numel()])
+                self._start(part).wait()
         except (GroupBroken, RuntimeError) as error:
             self.close()
             raise GroupBroken(_first_line(error)) from error
@@ -91,7 +90,6 @@ class BroadcastGroup:
         """
         self._group = None
         self._store = None
-        self._staged = None
 
     def _start(self, part: Tensor) -> Any:
         options = BroadcastOptions()
@@ -99,10 +97,9 @@ class BroadcastGroup:
         options.rootTensor = 0
         return self._group.broadcast([part], options)
 
-    def _through_device(self, part: Tensor, staged: Tensor) -> None:
-        if self.terms.rank == 0:
-            staged.copy_(part)
-        work = self._start(staged)
+    def _poll(self, part: Tensor) -> None:
+        """Looks at NCCL's work until it is done or late."""
+        work = self._start(part)
         late = time.monotonic() + self.terms.deadline_seconds
         while not work.is_completed():
             if time.monotonic() > late:
@@ -112,8 +109,6 @@ class BroadcastGroup:
                 )
             time.sleep(NCCL_LOOK_SECONDS)
         work.wait()
-        if self.terms.rank != 0:
-            part.copy_(staged)
 
 
 def listen(host: str) -> socket.socket:
@@ -229,7 +224,10 @@ class BroadcastReceiver:
         with self._one_at_a_time:
             self._receive(manifest, data)
         copies = views(specs, buffer)
-        verify(manifest, copies, threads=self._threads)
+        if manifest.fingerprint.startswith(DEVICE_PREFIX):
+            verify_of_device(manifest, copies)
+        else:
+            verify(manifest, copies, threads=self._threads)
         return copies
 
     def _receive(self, manifest: WeightManifest, data: Tensor) -> None:

@@ -3,7 +3,7 @@ copy tensors.
 """
 
 import mmap
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol, Self
 
 import torch
@@ -13,14 +13,32 @@ from midflight.errors import SlotBusy
 from midflight.models.names import dtype_name
 from midflight.types import TensorSpec, Version, WeightManifest
 
+Fill = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
+"""Copies a version's tensors into tensors of the same names, shapes and dtypes, its first argument.
+The second has the tensors that were given to `publish`.
+"""
+
+
+@torch.no_grad()
+def copied(places: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """The `Fill` of tensors that are whole."""
+    for name, place in places.items():
+        place.copy_(tensors[name])
+
 
 class Publisher(Protocol):
     """Publishes versions for engines to fetch. It blocks and is not thread-safe: the trainer is its
     one caller. The end of a `with` block closes it.
     """
 
-    def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest:
-        """Copies the tensors, which may change as soon as this returns."""
+    def publish(
+        self, version: Version, tensors: Mapping[str, Tensor], fill: Fill = copied
+    ) -> WeightManifest:
+        """Copies the tensors, which may change as soon as this returns.
+
+        If `fill` brings the numbers, the tensors say only names, shapes and dtypes, and may be on
+        the meta device. It is called once.
+        """
         ...
 
     def release(self, version: Version) -> None:
@@ -60,15 +78,30 @@ def named_shapes(tensors: Mapping[str, Tensor]) -> list[tuple[str, str, tuple[in
     return [(name, dtype_name(t.dtype), tuple(t.shape)) for name, t in tensors.items()]
 
 
-@torch.no_grad()
 def copy_into(
-    buffer: mmap.mmap, specs: tuple[TensorSpec, ...], tensors: Mapping[str, Tensor]
+    buffer: mmap.mmap,
+    specs: tuple[TensorSpec, ...],
+    tensors: Mapping[str, Tensor],
+    fill: Fill = copied,
 ) -> None:
     """Copies each tensor to its place in the buffer."""
+    places: dict[str, Tensor] = {}
     for spec in specs:
-        source = tensors[spec.name]
+        shape = tensors[spec.name].shape
+        dtype = tensors[spec.name].dtype
         if spec.num_bytes:
-            slot = torch.frombuffer(
-                buffer, dtype=source.dtype, count=source.numel(), offset=spec.offset
-            )
-            slot.view(source.shape).copy_(source)
+            flat = torch.frombuffer(buffer, dtype=dtype, count=shape.numel(), offset=spec.offset)
+            places[spec.name] = flat.view(shape)
+        else:
+            places[spec.name] = torch.empty(shape, dtype=dtype)
+    fill(places, tensors)
+
+
+def filled(tensors: Mapping[str, Tensor], fill: Fill) -> dict[str, Tensor]:
+    """The tensors in host memory of their own."""
+    made = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        for name, tensor in tensors.items()
+    }
+    fill(made, tensors)
+    return made

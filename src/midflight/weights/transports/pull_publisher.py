@@ -16,17 +16,18 @@ from functools import partial
 import msgspec
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from midflight.errors import ConfigError
 from midflight.models.names import dtype_name
+from midflight.models.rank_rows import own_rows
 from midflight.models.sizes import piece_digest
 from midflight.types import TensorSpec, Version, WeightManifest
 from midflight.weights.manifest import MAX_HELD, aligned, layout
 from midflight.weights.transports.bucket_server import BucketServer, SharedVersion
 from midflight.weights.transports.buffers import StandingBuffers
 from midflight.weights.transports.kinds import PULL
-from midflight.weights.transports.publisher import Publisher
+from midflight.weights.transports.publisher import Fill, Publisher, copied, filled
 from midflight.weights.transports.swarm import Bucket, Leaf, Views, bucketed, cut, root
 
 
@@ -93,10 +94,14 @@ class PullPublisher(Publisher):
                 "machine."
             ) from error
 
-    def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest:
+    def publish(
+        self, version: Version, tensors: Mapping[str, Tensor], fill: Fill = copied
+    ) -> WeightManifest:
         """Copies each tensor that is here once, piece by piece, and hashes each piece. With several
         ranks it is a collective, of hashes only.
         """
+        if fill is not copied:
+            tensors = filled(tensors, fill)
         specs = layout(
             (name, dtype_name(self._served(t)), tuple(t.shape)) for name, t in tensors.items()
         )
@@ -156,7 +161,7 @@ class PullPublisher(Publisher):
         offset = 0
         for number, (spec, tensor) in enumerate(zip(specs, tensors.values(), strict=True)):
             if isinstance(tensor, DTensor):
-                values, row = _rows(tensor, spec.name)
+                values, row = own_rows(tensor, spec.name)
             elif self._rank:
                 continue
             else:
@@ -178,21 +183,6 @@ class PullPublisher(Publisher):
                 offset=offset,
             )
             offset = aligned(offset + size)
-
-
-def _rows(tensor: DTensor, name: str) -> tuple[Tensor, int]:
-    """This rank's rows, and the number of the first. Ranks have equal numbers of rows, except the
-    last ranks, which have fewer or none.
-    """
-    placement = tensor.placements[0]
-    if not isinstance(placement, Shard) or placement.dim != 0 or tensor.device_mesh.ndim != 1:
-        raise ConfigError(
-            f"publishing {name!r}: ranks have it as {tensor.placements}, not by rows; set "
-            "weights.delta to true, which puts tensors together on the first rank."
-        )
-    each = -(-tensor.shape[0] // tensor.device_mesh.size())
-    first = min(tensor.device_mesh.get_local_rank() * each, tensor.shape[0])
-    return tensor.to_local(), first
 
 
 @torch.no_grad()

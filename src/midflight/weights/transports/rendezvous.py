@@ -62,6 +62,8 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     bucket_bytes: int
     deadline_seconds: float
     """The time for making the group, and for each bucket."""
+    on_device: bool = False
+    """True if the bytes lie on a device at both ends, and are hashed there."""
 
 
 class KeepGroup(msgspec.Struct, frozen=True, tag=True):
@@ -76,7 +78,9 @@ class LastBucketSent(msgspec.Struct, frozen=True, tag=True):
     """The last bucket is sent. Goes to the companion that asked for workers."""
 
     digests: tuple[str, ...]
-    """The beginning of the SHA-256 of each bucket."""
+    """The beginning of the SHA-256 of each bucket, or its digest of `device_digest` if the bytes are
+    on a device.
+    """
 
 
 Answer = Join | KeepGroup | Refused | LastBucketSent
@@ -159,8 +163,12 @@ class Gathering:
     that is late or comes back gets a broadcast of its own.
     """
 
-    def __init__(self, *, quiet_seconds: float) -> None:
+    def __init__(self, *, quiet_seconds: float, apart: bool = False) -> None:
+        """With `apart` the workers of servers and all others get broadcasts of their own, because
+        only the workers take bytes on their devices.
+        """
         self._quiet_seconds = quiet_seconds
+        self._apart = apart
         self._waiting: list[WaitingReceiver] = []
 
     def join(self, member: WaitingReceiver) -> bool:
@@ -195,5 +203,10 @@ class Gathering:
         """The receivers that want the same bytes as the first."""
         if not self._waiting:
             return []
-        wanted = self._waiting[0].ask.fingerprint
-        return [member for member in self._waiting if member.ask.fingerprint == wanted]
+        first = self._waiting[0].ask
+        return [member for member in self._waiting if self._are_alike(first, member.ask)]
+
+    def _are_alike(self, one: Ask, other: Ask) -> bool:
+        if one.fingerprint != other.fingerprint:
+            return False
+        return not self._apart or (one.workers is None) == (other.workers is None)

@@ -17,6 +17,8 @@ from midflight.weights.transports.file_receiver import FileReceiver
 from midflight.weights.transports.kinds import DIRECT, PULL, SENT, SHARED_MEMORY
 
 if TYPE_CHECKING:
+    import torch
+
     from midflight.weights.transports.publisher import Publisher
 
 
@@ -74,16 +76,17 @@ def publisher(
     threads: int = 1,
     stage_seconds: float = STAGE_SECONDS,
     spare: int = 0,
+    device: torch.device | None = None,
 ) -> Publisher:
     """The publisher of this kind. `shared_memory` uses `name`, and `folder` and `spare` where
-    /dev/shm is small (see `memory_files`); the others listen on `host`. It imports torch, which the
-    trainer has anyway.
+    /dev/shm is small (see `memory_files`); the others listen on `host`. `direct` keeps the newest
+    version on `device`, by default in host memory. It imports torch, which the trainer has anyway.
 
     With `full_every` above 1 the versions between are differences (see `DeltaPublisher`). A fourth
     of the `stage_seconds` that a handover gives an engine is for a group of receivers to come
     together, and for each bucket to be with all of them.
     """
-    from midflight.weights.transports.broadcast import BroadcastPublisher
+    from midflight.weights.transports.broadcast import CPU, BroadcastPublisher
     from midflight.weights.transports.deltas import DeltaPublisher
     from midflight.weights.transports.pull_publisher import PullPublisher
     from midflight.weights.transports.shared_memory import SharedMemoryPublisher
@@ -103,7 +106,11 @@ def publisher(
         )
     elif kind == DIRECT:
         made = BroadcastPublisher(
-            host, num_slots=kept, threads=threads, deadline_seconds=stage_seconds / 4
+            host,
+            device=device or CPU,
+            num_slots=kept,
+            threads=threads,
+            deadline_seconds=stage_seconds / 4,
         )
     elif kind == PULL:
         made = PullPublisher(host, num_slots=kept, threads=threads)

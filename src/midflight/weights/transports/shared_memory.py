@@ -16,7 +16,14 @@ from midflight.types import Version, WeightManifest
 from midflight.weights.manifest import MAX_HELD, extent, layout
 from midflight.weights.transports.kinds import SHARED_MEMORY
 from midflight.weights.transports.memory_files import MemoryFile, reserve
-from midflight.weights.transports.publisher import Publisher, check_slot, copy_into, named_shapes
+from midflight.weights.transports.publisher import (
+    Fill,
+    Publisher,
+    check_slot,
+    copied,
+    copy_into,
+    named_shapes,
+)
 
 
 class SharedMemoryPublisher(Publisher):
@@ -59,7 +66,9 @@ class SharedMemoryPublisher(Publisher):
         self._held: dict[Version, MemoryFile] = {}
         self._free: list[MemoryFile] = []
 
-    def publish(self, version: Version, tensors: Mapping[str, Tensor]) -> WeightManifest:
+    def publish(
+        self, version: Version, tensors: Mapping[str, Tensor], fill: Fill = copied
+    ) -> WeightManifest:
         """Copies each tensor once into a free file, then takes the fingerprint, which takes half as
         long as the copy.
         """
@@ -67,7 +76,7 @@ class SharedMemoryPublisher(Publisher):
         specs = layout(named_shapes(tensors))
         file = self._taken(max(1, extent(specs)))
         self._held[version] = file
-        copy_into(file.memory, specs, tensors)
+        copy_into(file.memory, specs, tensors, fill)
         with memoryview(file.memory) as view:
             digest = fingerprint(specs, view, threads=self._threads)
         return WeightManifest(version, digest, SHARED_MEMORY, str(file.path), specs)

@@ -3,8 +3,12 @@ server generates, and a pause only swaps it in.
 
 This file imports torch and the standard library only. If differences come, it also imports numpy,
 xxhash and the file that reads them. A thread meets the trainer in a process group of its own,
-receives bucket by bucket, and lays the tensors out as the model has its own, beside those that are
-served. Every wait has a deadline, and every failure leaves the weights served as they are.
+receives bucket by bucket, and lays each tensor out as the model has its own, beside those that are
+served: of a layer that is shared by several workers, each keeps its share. Every wait has a
+deadline, and every failure leaves the weights served as they are.
+
+If trainer and workers are on GPUs, buckets go from one to the other, and are hashed there. Untested
+on a GPU.
 """
 
 import hashlib
@@ -12,6 +16,8 @@ import importlib.util
 import socket
 import threading
 import time
+from collections import deque
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -33,6 +39,7 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+CPU = torch.device("cpu")
 PLAIN = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 """Ways of computing that keep nothing of a layer's weights outside the attributes that `exchange`
 exchanges.
@@ -55,43 +62,64 @@ class GroupSeat:
         # The store lives as long as the group, which is made through it.
         self._store = TCPStore(*at, timeout=within, wait_for_workers=False)
         named = PrefixStore(self.name, self._store)
-        if order["backend"] == "nccl":
+        self._polls = order["backend"] == "nccl"
+        if self._polls:
             from torch.distributed import ProcessGroupNCCL
 
             options = ProcessGroupNCCL.Options()
             options._timeout = 3 * within  # its watchdog would end the server
             self._group = ProcessGroupNCCL(named, rank, order["world"], options)
-            self._staged = torch.empty(order["bucket_bytes"], dtype=torch.uint8, device="cuda")
         else:
             options = ProcessGroupGloo._Options()
             options._devices = [ProcessGroupGloo.create_device(hostname=own)]
             options._timeout = within
             self._group = ProcessGroupGloo(named, rank, order["world"], options)
-            self._staged = None
 
     def receive(self, part):
         """Fills `part`, at most a bucket, or fails by the deadline. It fails at once when the
-        trainer's connection closes.
+        trainer's connection closes. NCCL takes parts on a GPU only.
         """
         options = BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
-        if self._staged is None:
+        if not self._polls:
+            # No name for the work: a traceback would keep it, and with it the connections.
             self._group.broadcast([part], options).wait()
             return
-        staged = self._staged[: part.numel()]
-        work = self._group.broadcast([staged], options)
+        work = self._group.broadcast([part], options)
         late = time.monotonic() + self._seconds
         while not work.is_completed():
             if time.monotonic() > late:
                 self._group.abort()
                 raise TimeoutError(f"NCCL did not bring a bucket within {self._seconds:g} s")
             time.sleep(0.0005)
-        part.copy_(staged)
+        work.wait()
 
 
-READER = Path(__file__).resolve().parents[3] / "weights" / "difference_codec.py"
+@contextmanager
+def working_on(device):
+    """Makes the device that of this thread, which begins with the first one. Work in the block runs
+    beside that of the other threads, and has ended with it.
+    """
+    if str(device) == device.type:  # it has no number
+        yield
+        return
+    module = torch.get_device_module(device)
+    module.set_device(device)
+    if not hasattr(module, "Stream"):
+        yield
+        return
+    own = module.Stream(device)
+    with module.stream(own):
+        yield
+    own.synchronize()
+
+
+WEIGHTS = Path(__file__).resolve().parents[3] / "weights"
+READER = WEIGHTS / "difference_codec.py"
 """The file of Midflight that reads differences. It imports nothing of Midflight."""
+DIGESTS = WEIGHTS / "device_digest.py"
+"""The file that hashes bytes on a device. It imports torch only."""
 PIECE = 16 * 2**20
 """Bytes of a tensor that are hashed at once."""
 CHECKS = importlib.util.find_spec("xxhash") is not None and READER.exists()
@@ -116,16 +144,55 @@ def fingerprint(tensors, data):
     return total.hexdigest()
 
 
+def module_of(path):
+    """The module in a file of Midflight, which this interpreter cannot import by name."""
+    spec = importlib.util.spec_from_file_location(f"midflight_{path.stem}", path)
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
 def change(data, payload, tensors):
     """Changes the bytes of a version by a difference."""
-    spec = importlib.util.spec_from_file_location("midflight_difference_codec", READER)
-    reader = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(reader)
+    reader = module_of(READER)
     frames = reader.Frames(memoryview(payload.numpy()))
     view = memoryview(data.numpy())
     for _, dtype, _, offset, num_bytes in tensors:
         frames.apply(view[offset : offset + num_bytes], width=DTYPES[dtype].itemsize)
     frames.end()
+
+
+def sha256(part):
+    return hashlib.sha256(part.numpy()).hexdigest()[:HEX]
+
+
+class OnHost:
+    """Hashes buckets in host memory, while they are in the cache."""
+
+    def __init__(self):
+        self._found = []
+
+    def add(self, part):
+        self._found.append(sha256(part))
+
+    def digests(self):
+        return self._found
+
+
+class OnDevice:
+    """Hashes buckets on a device, whose digests come to the host together at the end."""
+
+    def __init__(self):
+        self._hasher = module_of(DIGESTS)
+        self._found = []
+        self._lengths = []
+
+    def add(self, part):
+        self._found.append(self._hasher.lanes(part))
+        self._lengths.append(len(part))
+
+    def digests(self):
+        return self._hasher.digests(self._found, self._lengths)
 
 
 class IncomingVersion:
@@ -134,6 +201,8 @@ class IncomingVersion:
     def __init__(self, order):
         self.order = order
         self.digests = []
+        self.most_bytes = 0
+        """The most bytes of it that were there at once, in another form than the model's."""
         self.error = ""
         self.ready = None
         self.done = False
@@ -144,12 +213,15 @@ class DoubleBuffer:
     methods never wait.
     """
 
-    def __init__(self, prepare, swap):
-        """`prepare` turns named tensors into the argument of `swap`. `swap` returns the weights
-        that were served before, or `None` if they are gone.
+    def __init__(self, prepare, swap, device=CPU):
+        """`prepare` turns an iterator of named tensors into the argument of `swap`. A tensor comes
+        when it is asked for, and need not be kept. `swap` makes that the served weights, and returns
+        what makes those before them served again, or `None` if they are gone. `device` has the
+        model.
         """
         self._prepare = prepare
         self._swap = swap
+        self._device = device
         self._seat = None
         self._coming = None
         self._live = None  # the version that is served
@@ -208,6 +280,10 @@ class DoubleBuffer:
             return False
         return coming.order["version"] == version
 
+    def forget_live(self):
+        """Says that the model serves weights by now that came in another way."""
+        self._live = None
+
     def take(self, version):
         """Serves the version that was received, between two steps. The version that was served
         becomes the received one, so that the exchange can be taken back.
@@ -239,23 +315,68 @@ class DoubleBuffer:
                     raise ValueError(f"this worker was never in group {order['group']}")
             else:
                 seat = GroupSeat(order, rank)
-            data = torch.empty(order["num_bytes"], dtype=torch.uint8)
-            for start in range(0, len(data), order["bucket_bytes"]):
-                part = data[start : start + order["bucket_bytes"]]
-                seat.receive(part)
-                coming.digests.append(hashlib.sha256(part.numpy()).hexdigest()[:HEX])
+            with working_on(self._device), torch.no_grad():
+                if order["base"] or order["keeps"]:
+                    tensors = self._whole(seat, coming)
+                else:
+                    tensors = self._arriving(seat, coming)
+                if order["serves"]:
+                    coming.ready = self._prepare(tensors)
+                deque(tensors, maxlen=0)  # what was not asked for must come too
             self._seat = seat
-            if order["base"]:
-                data = self._changed(data, order)
-            if order["keeps"]:
-                self._keep(data, order)
-            if order["serves"]:
-                views = [(name, _view(data, *where)) for name, *where in order["tensors"]]
-                with torch.no_grad():
-                    coming.ready = self._prepare(views)
         except Exception as error:
             coming.error = f"{type(error).__name__}: {error}".partition("\n")[0]
         coming.done = True
+
+    def _whole(self, seat, coming):
+        """Receives all of a version in host memory, where differences are applied. Returns its
+        tensors.
+        """
+        order = coming.order
+        data = torch.empty(order["num_bytes"], dtype=torch.uint8)
+        coming.most_bytes = len(data)
+        for start in range(0, len(data), order["bucket_bytes"]):
+            part = data[start : start + order["bucket_bytes"]]
+            seat.receive(part)
+            coming.digests.append(sha256(part))
+        if order["base"]:
+            data = self._changed(data, order)
+        if order["keeps"]:
+            self._keep(data, order)
+        return iter([(name, _view(data, *where)) for name, *where in order["tensors"]])
+
+    def _arriving(self, seat, coming):
+        """Yields each tensor when its last bucket has come. Only a bucket, and the tensors that are
+        not complete, are held here.
+        """
+        order = coming.order
+        device = self._device if order["on_device"] else CPU
+        hashed = OnDevice() if order["on_device"] else OnHost()
+        size = min(order["bucket_bytes"], order["num_bytes"])
+        bucket = torch.empty(size, dtype=torch.uint8, device=device)
+        waiting = deque(sorted(order["tensors"], key=lambda tensor: tensor[3]))
+        begun = None
+        for start in range(0, order["num_bytes"], order["bucket_bytes"]):
+            part = bucket[: min(size, order["num_bytes"] - start)]
+            seat.receive(part)
+            hashed.add(part)
+            stop = start + len(part)
+            while waiting and waiting[0][3] < stop:
+                name, dtype, shape, offset, num_bytes = waiting[0]
+                if begun is None:
+                    begun = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+                    coming.most_bytes = max(coming.most_bytes, size + num_bytes)
+                first = max(offset, start)
+                last = min(offset + num_bytes, stop)
+                begun[first - offset : last - offset].copy_(part[first - start : last - start])
+                if offset + num_bytes > stop:
+                    break
+                waiting.popleft()
+                yield name, begun.view(DTYPES[dtype]).view(shape)
+                begun = None
+        for name, dtype, shape, *_ in waiting:  # those without a number
+            yield name, torch.empty(shape, dtype=DTYPES[dtype], device=device)
+        coming.digests += hashed.digests()
 
     def _changed(self, payload, order):
         """Returns the bytes of the version that a difference leads to. Nothing is kept until it is
@@ -286,19 +407,63 @@ def _view(data, dtype, shape, offset, num_bytes):
 
 
 def can_stand_beside(model):
-    """True if a model's weights may be made ready in other memory and exchanged. They may not on a
-    GPU, where recorded graphs hold the old addresses, nor if layers pack their weights and keep
-    them in places of their own.
+    """True if a model's weights may be made ready in other memory and exchanged. They may not if
+    layers pack their weights and keep them in places of their own, nor if the device has no room for
+    them twice.
     """
-    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
-        return False
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if method is not None and type(method).__name__ not in PLAIN:
             return False
         if getattr(module, "use_intel_amx_backend", False):
             return False
-    return True
+    return has_room_beside(model)
+
+
+def has_room_beside(model):
+    device = device_of(model)
+    if device.type != "cuda":
+        return True
+    tensors = {id(t): t.nbytes for t in [*model.parameters(), *model.buffers()]}
+    # what torch has set aside and does not use is free for us too
+    free, _ = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free > sum(tensors.values()) + SPARE_BYTES
+
+
+class LoadedInPlace:
+    """The tensors of a model that takes weights only in a pause, where it loads them over those that
+    it has. What was loaded before is kept, so that it can be loaded again.
+    """
+
+    def __init__(self, load):
+        self._load = load
+        self._tensors = None
+
+    def swap(self, tensors):
+        """Loads the tensors. Returns those that were loaded before, or `None` if there are none."""
+        before = self._tensors
+        self._tensors = None
+        self._load(tensors)
+        self._tensors = tensors
+        return before
+
+    def forget(self):
+        """Says that the model has other weights by now."""
+        self._tensors = None
+
+
+def in_host_memory(tensors):
+    """The tensors in a list. It is for a model that takes them only in a pause."""
+    return [(name, tensor.cpu()) for name, tensor in tensors]
+
+
+SPARE_BYTES = 2**29
+"""Bytes that must stay free on a device beside a second copy of the weights."""
+
+
+def device_of(model):
+    return next(model.parameters()).device
 
 
 def beside(model):
@@ -344,8 +509,19 @@ a packed copy of its weight, which `cpu_linear` holds, or keeps one that is not 
 """
 
 
+PIECE_BYTES = 2**26
+"""Bytes that are exchanged at once on a device."""
+
+
 def exchange(model, other):
-    """Exchanges the weights of two models. No byte is copied."""
+    """Exchanges the weights of two models, and returns the other one. On a CPU no byte is copied.
+
+    On another device the tensors stay where they are and exchange their numbers, because recorded
+    graphs hold their addresses.
+    """
+    if device_of(model).type != "cpu":
+        exchange_numbers(model, other)
+        return other
     for ours, theirs in zip(model.modules(), other.modules(), strict=True):
         a = vars(ours)
         b = vars(theirs)
@@ -353,3 +529,33 @@ def exchange(model, other):
             if name in a:
                 a[name], b[name] = b[name], a[name]
     return other
+
+
+@torch.no_grad()
+def exchange_numbers(model, other):
+    """Exchanges the numbers of all parameters and buffers. It takes memory for a piece."""
+    done = set()
+    for ours, theirs in zip(model.modules(), other.modules(), strict=True):
+        for name in ("_parameters", "_buffers"):
+            for key, one in getattr(ours, name).items():
+                if one is None or id(one) in done:
+                    continue
+                done.add(id(one))
+                for a, b in pieces(one.data, getattr(theirs, name)[key].data):
+                    kept = a.clone()
+                    a.copy_(b)
+                    b.copy_(kept)
+
+
+def pieces(one, other):
+    """Yields views of two tensors of one shape, piece by piece. What does not lie in one row is one
+    piece.
+    """
+    if not one.is_contiguous() or not other.is_contiguous():
+        yield one, other
+        return
+    a = one.view(-1)
+    b = other.view(-1)
+    each = max(1, PIECE_BYTES // one.element_size())
+    for start in range(0, len(a), each):
+        yield a[start : start + each], b[start : start + each]

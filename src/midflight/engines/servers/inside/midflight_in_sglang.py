@@ -17,7 +17,15 @@ import json
 
 import torch
 from llguidance.torch import fill_next_token_bitmask
-from midflight_direct import DoubleBuffer, beside, can_stand_beside, exchange
+from midflight_direct import (
+    DoubleBuffer,
+    LoadedInPlace,
+    beside,
+    can_stand_beside,
+    device_of,
+    exchange,
+    in_host_memory,
+)
 from midflight_seed import mixed
 from midflight_shape import Shapes
 from sglang.srt.arg_groups.choices import add_grammar_backend_choices
@@ -146,9 +154,11 @@ _buffers = []
 def _buffer(manager):
     if not _buffers:
         runner = manager.tp_worker.model_runner
+        in_place = LoadedInPlace(lambda tensors: _load(runner, tensors))
         buffer = DoubleBuffer(
             lambda tensors: _prepared(runner.model, tensors),
-            lambda ready: _swapped(runner, ready),
+            lambda ready: _swapped(runner, in_place, ready),
+            device_of(runner.model),
         )
         _buffers.append(buffer)
     return _buffers[0]
@@ -156,19 +166,23 @@ def _buffer(manager):
 
 def _prepared(model, tensors):
     if not can_stand_beside(model):
-        return tensors
+        return in_host_memory(tensors)
     ready = beside(model)
     ready.load_weights(tensors)
     return ready
 
 
-def _swapped(runner, ready):
-    if not isinstance(ready, list):
-        return exchange(runner.model, ready)
+def _swapped(runner, in_place, ready):
+    if isinstance(ready, list):
+        return in_place.swap(ready)
+    in_place.forget()
+    return exchange(runner.model, ready)
+
+
+def _load(runner, tensors):
     runner.weight_updater.begin_weight_update()
-    runner.model.load_weights(ready)
+    runner.model.load_weights(tensors)
     runner.weight_updater.end_weight_update(run_post_load=False)
-    return None
 
 
 def _each(manager, value):

@@ -11,13 +11,21 @@ begins to receive while vLLM generates, and `/update_weights` in a pause only sw
 
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-from midflight_direct import DoubleBuffer, beside, can_stand_beside, exchange
+from midflight_direct import (
+    DoubleBuffer,
+    LoadedInPlace,
+    beside,
+    can_stand_beside,
+    device_of,
+    exchange,
+    in_host_memory,
+)
 from midflight_seed import mixed
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -72,8 +80,14 @@ class Loader:
         have packed their weights and let them go.
         """
         names: list[str] = []
-        tensors = _tensors(Path(folder), names)
-        _reload(self.model_runner.get_model(), self.model_runner.model_config, tensors)
+        with ExitStack() as opened:
+            # All of them before anything is changed: vLLM does not survive a load that fails half way.
+            paths = sorted(Path(folder).glob("*.safetensors"))
+            files = [opened.enter_context(safe_open(path, "pt")) for path in paths]
+            if isinstance(self.weight_transfer_engine, DirectTransfer):
+                self.weight_transfer_engine.forget_live()
+            tensors = _tensors(files, names)
+            _reload(self.model_runner.get_model(), self.model_runner.model_config, tensors)
         return len(names)
 
     def midflight_landed(self) -> dict[str, object] | None:
@@ -126,7 +140,8 @@ class DirectTransfer(WeightTransferEngine):
 
     def __init__(self, config, vllm_config, device, model):
         super().__init__(config, vllm_config, device, model)
-        self.double_buffer = DoubleBuffer(self._prepared, self._swapped)
+        self.double_buffer = DoubleBuffer(self._prepared, self._swapped, device_of(model))
+        self._in_place = LoadedInPlace(partial(_reload, model, self.model_config))
 
     def init_transfer_engine(self, init_info: OrderBody) -> None:
         parallel = self.parallel_config
@@ -152,12 +167,17 @@ class DirectTransfer(WeightTransferEngine):
     def finish_weight_update(self) -> None:
         pass
 
+    def forget_live(self) -> None:
+        """Says that other weights are loaded: none that came straight are served from now on."""
+        self.double_buffer.forget_live()
+        self._in_place.forget()
+
     def shutdown(self) -> None:
         pass
 
-    def _prepared(self, tensors: list[tuple[str, Tensor]]):
+    def _prepared(self, tensors: Iterator[tuple[str, Tensor]]):
         if not can_stand_beside(self.model):
-            return tensors
+            return in_host_memory(tensors)
         ready = beside(self.model)
         for served, other in zip(self.model.modules(), ready.modules(), strict=True):
             known = reload.get_layerwise_info(served)
@@ -167,16 +187,18 @@ class DirectTransfer(WeightTransferEngine):
             for kind in known.restore_metadata:
                 metadata.append({name: _unloaded(t, served) for name, t in kind.items()})
             new.restore_metadata = tuple(metadata)
-        _reload(ready, self.model_config, tensors)
-        for other in ready.modules():  # vLLM's notes of a layer hold the layer
-            reload.LAYERWISE_INFO.pop(other).restore_metadata = ({}, {})
+        try:
+            _reload(ready, self.model_config, tensors)
+        finally:
+            for other in ready.modules():  # vLLM's notes of a layer hold the layer
+                reload.LAYERWISE_INFO.pop(other).restore_metadata = ({}, {})
         return ready
 
     def _swapped(self, ready):
         if isinstance(ready, nn.Module):
+            self._in_place.forget()
             return exchange(self.model, ready)
-        _reload(self.model, self.model_config, ready)
-        return None
+        return self._in_place.swap(ready)
 
 
 WeightTransferEngineFactory.register_engine("midflight", DirectTransfer)
@@ -216,12 +238,11 @@ def _sample_seeded(runner, left_out: dict[str, torch.Generator], *args):
     return runner.midflight_sample(*args)
 
 
-def _tensors(folder: Path, names: list[str]) -> Iterator[tuple[str, Tensor]]:
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 (no mapping)
-                names.append(name)
-                yield name, file.get_tensor(name)
+def _tensors(files: Iterable[safe_open], names: list[str]) -> Iterator[tuple[str, Tensor]]:
+    for file in files:
+        for name in file.keys():  # noqa: SIM118 (no mapping)
+            names.append(name)
+            yield name, file.get_tensor(name)
 
 
 def _forget_packed_experts(model: nn.Module) -> None:

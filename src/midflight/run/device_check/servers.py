@@ -1,0 +1,501 @@
+"""Trials of vLLM and SGLang, where they are installed: what they compute, versions in mid-answer,
+taking a version back, sleep and wake, and kernels that do not depend on the batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import sys
+import time
+import urllib.request
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+import torch
+
+from midflight.config.load import load_config
+from midflight.config.sections import Config
+from midflight.engines.servers.direct import WORKERS, DirectLoader
+from midflight.engines.servers.engine import ServerEngine
+from midflight.engines.servers.server import Server, ServerClient
+from midflight.engines.servers.sglang import SglangServer
+from midflight.engines.servers.vllm import VllmServer
+from midflight.errors import EngineError, first_error
+from midflight.models.names import named_tensors
+from midflight.run.device_check.bench import (
+    PROMPT,
+    REAL,
+    SMALL,
+    TOLERANCE,
+    Bench,
+    BenchSize,
+    Found,
+    Wrong,
+    most,
+    not_tried,
+    plain_logprobs,
+    requests,
+    tried,
+    within,
+)
+from midflight.run.device_check.report import DeviceTrial, TrialOutcome
+from midflight.run.device_check.speeds import copied_bytes
+from midflight.run.device_check.swaps import MODES, answered_across, checked_answer
+from midflight.run.device_check.whole_run import run_training
+from midflight.run.engine.server_process import started
+from midflight.run.launcher.checks.engines import SERVERS
+from midflight.text.tokenizer import Tokenizer
+from midflight.types import GenerateRequest, PauseMode, SamplingParams
+from midflight.weights.transports.direct import DirectFeed
+from midflight.weights.transports.kinds import DIRECT, SHARED_MEMORY
+from midflight.weights.transports.memory_files import shared_places
+from midflight.weights.transports.publisher import Publisher
+from midflight.weights.transports.select import publisher, receiver
+
+NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
+START_SECONDS = 180.0
+SLEEP = {
+    "vllm": ("/sleep?level=1", "/wake_up", "--enable-sleep-mode"),
+    "sglang": (
+        "/release_memory_occupation",
+        "/resume_memory_occupation",
+        "--enable-memory-saver",
+    ),
+}
+"""Routes that give a server's memory back and take it again, and the option that opens them."""
+FREED = 0.3
+"""The least share of a sleeping server's memory on the GPU that must be free."""
+CALL_SECONDS = 60.0
+
+
+def servers(bench: Bench, kind: str) -> Iterator[DeviceTrial]:
+    """Yields the trials of the server of that kind."""
+    name = NAMES[kind]
+    python = interpreter(kind)
+    if python is None:
+        why = f"{name} is not here: make engines, or name its interpreter in {SERVERS[kind]}"
+        for what in (
+            "tokens and log-probabilities",
+            "a version in mid-answer",
+            "taking a version back",
+            "sleep and wake",
+            "tensor-parallel 2",
+            "mismatch before and after engine.deterministic",
+        ):
+            yield not_tried(f"{name}: {what}", why)
+        return
+    if bench.device.type not in ("cpu", "cuda"):
+        yield not_tried(name, f"it computes on cpu or cuda, not {bench.device.type}")
+        return
+    at = _ServerBench(bench, kind, python)
+    for size in bench.sizes:
+        yield from asyncio.run(at.trials(size))
+    if bench.why_not_real:
+        yield not_tried(f"{name} in real size", bench.why_not_real)
+    yield from _tensor_parallel(at)
+    yield from _sleep_and_wake(at)
+    yield from _deterministic(at)
+
+
+def interpreter(kind: str) -> Path | None:
+    """The Python of an environment that has the server: the one that its variable names, else that
+    of `make engines`, else this one. None if there is none.
+    """
+    named = os.environ.get(SERVERS[kind])
+    for path in (named, f".venv-{kind}/bin/python"):
+        if path and os.access(path, os.X_OK):
+            return Path(path).absolute()
+    return Path(sys.executable) if find_spec(kind) is not None else None
+
+
+async def tried_while(
+    what: str, deed: Callable[[], Awaitable[str | Found]], *, remedy: str
+) -> DeviceTrial:
+    """As `tried`, for a deed that waits."""
+    began = time.monotonic()
+    result: Callable[[], str | Found]
+    try:
+        found = await deed()
+    except Exception as error:  # a server may fail in any way
+        result = partial(_raised, error)
+    else:
+        result = partial(_returned, found)
+    seconds = time.monotonic() - began
+    return msgspec.structs.replace(tried(what, result, remedy=remedy), seconds=seconds)
+
+
+def _raised(error: Exception) -> str:
+    raise error
+
+
+def _returned(found: str | Found) -> str | Found:
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Attached:
+    """A server that was started, and the engine port before it."""
+
+    engine: ServerEngine
+    url: str
+    staging: Path
+    """The folder below which versions are written for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ServerBench:
+    bench: Bench
+    kind: str
+    python: Path
+
+    @property
+    def name(self) -> str:
+        return NAMES[self.kind]
+
+    @property
+    def other_engine(self) -> str:
+        other = "sglang" if self.kind == "vllm" else "vllm"
+        return f'set engine.kind to "{other}" or "embedded"'
+
+    def config(
+        self, *, size: BenchSize, arguments: Sequence[str] = (), tensor_parallel: int = 1
+    ) -> Config:
+        """The configuration of a run with such a server."""
+        dtype = "bfloat16" if size is REAL else "float32"
+        settings = [
+            f"run.folder={self.bench.scratch / 'servers'}",
+            f"model.path={self.bench.folder(size)}",
+            f"model.max_context={size.context}",
+            "model.dtype=float32",
+            f"engine.kind={self.kind}",
+            f"engine.python={self.python}",
+            f"engine.dtype={dtype}",
+            f"engine.device={self.bench.device.type}",
+            f"engine.max_running={max(size.running)}",
+            f"engine.start_seconds={START_SECONDS}",
+            f"engine.servers=[{{tensor_parallel={tensor_parallel}}}]",
+        ]
+        words = list(arguments)
+        if self.bench.is_cuda:  # the trials have models beside it
+            option = "--gpu-memory-utilization" if self.kind == "vllm" else "--mem-fraction-static"
+            words.append(f"{option}=0.5")
+        settings.append(f"engine.arguments={json.dumps(words)}")
+        return load_config(None, settings)
+
+    @asynccontextmanager
+    async def attached(self, size: BenchSize, config: Config) -> AsyncGenerator[_Attached]:
+        """A server that ends with the block."""
+        folder = self.bench.folder(size)
+        name = self.bench.segment()
+        staging = shared_places()[0] / name
+        async with started(config, folder, name=name, version=0) as running:
+            engine = ServerEngine(
+                name,
+                running.url,
+                self._wire(size),
+                tokenizer=Tokenizer.load(folder),
+                model=folder,
+                receiver=receiver(),
+                staging=staging,
+                direct=DirectLoader(self.kind, DirectFeed()),
+                works=running.works,
+            )
+            async with asyncio.TaskGroup() as tasks:
+                loop = tasks.create_task(engine.run())
+                try:
+                    await engine.attached()
+                    yield _Attached(engine, running.url, staging)
+                finally:
+                    loop.cancel()
+        shutil.rmtree(staging, ignore_errors=True)
+
+    def _wire(self, size: BenchSize) -> Server:
+        if self.kind == "vllm":
+            return VllmServer(vocab_size=size.vocabulary, max_running=max(size.running))
+        return SglangServer(
+            vocab_size=size.vocabulary,
+            max_running=max(size.running),
+            max_context=size.context,
+            direct=True,
+        )
+
+    async def trials(self, size: BenchSize) -> list[DeviceTrial]:
+        """All that one server is tried with. It is a list, because the server ends with it."""
+        found: list[DeviceTrial] = []
+        at = f"{self.name} ({size.name})"
+        began = time.monotonic()
+        try:
+            async with self.attached(size, self.config(size=size)) as server:
+                took = time.monotonic() - began
+                found.append(
+                    DeviceTrial(
+                        f"{at}: it starts", TrialOutcome.WORKS, f"{took:.0f} s", seconds=took
+                    )
+                )
+                found += [trial async for trial in self._on(server, size, at)]
+        except Exception as error:  # a server may fail in any way
+            what = f"{at}: it starts and goes on" if not found else f"{at}: it goes on"
+            failed = Wrong(str(first_error(error)))
+            found.append(tried(what, partial(_raised, failed), remedy=self.other_engine))
+        return found
+
+    async def _on(self, server: _Attached, size: BenchSize, at: str) -> AsyncGenerator[DeviceTrial]:
+        engine = server.engine
+        yield await tried_while(
+            f"{at}: the log-probability of each token, computed again",
+            lambda: self.said_and_computed(engine, size),
+            remedy=self.other_engine,
+        )
+        yield await tried_while(
+            f"{at}: tokens a second, {max(size.running)} together",
+            lambda: self._speed(engine, size),
+            remedy=self.other_engine,
+        )
+        if size is REAL:
+            return
+        version = 1
+        for transport in (SHARED_MEMORY, DIRECT):
+            other = SHARED_MEMORY if transport == DIRECT else DIRECT
+            with _sender(self.bench, transport) as outbox:
+                for mode in MODES:
+                    if mode not in engine.capabilities.pause_modes:
+                        continue
+                    yield await tried_while(
+                        f"{at}: a version in mid-answer by {transport}, {mode.value}",
+                        lambda v=version, m=mode, out=outbox: self.swapped(engine, out, v, m),
+                        remedy=f'set weights.transport = "{other}"',
+                    )
+                    version += 2
+        with _sender(self.bench, SHARED_MEMORY) as outbox:
+            yield await tried_while(
+                f"{at}: a version that cannot be loaded is taken back",
+                lambda: self._taken_back(server, outbox, version),
+                remedy=self.other_engine,
+            )
+        with _sender(self.bench, DIRECT) as outbox:
+            yield await tried_while(
+                f"{at}: a version that came straight is taken back",
+                lambda: self._taken_back_in_workers(server, outbox, version + 2),
+                remedy=f'set weights.transport = "{SHARED_MEMORY}"',
+            )
+
+    async def said_and_computed(self, engine: ServerEngine, size: BenchSize) -> Found:
+        model = self.bench.model(size)
+        differences: list[float] = []
+        for request in requests(size, 4, answer=SMALL.answer):
+            ids: list[int] = []
+            said: list[float] = []
+            async for chunk in engine.generate(request):
+                ids += chunk.token_ids
+                said += chunk.logprobs
+            expected = plain_logprobs(model, request.input_ids, ids)
+            differences.append(most(said, expected))
+        if size is REAL:
+            return Found(f"{max(differences):.2g} nats apart at most, in bfloat16")
+        return Found(within(max(differences), TOLERANCE, "nats apart at most"))
+
+    async def _speed(self, engine: ServerEngine, size: BenchSize) -> Found:
+        number = max(size.running)
+
+        async def whole(first: int) -> None:
+            async with asyncio.TaskGroup() as tasks:
+                for request in requests(size, number, first=first):
+                    tasks.create_task(_collected(engine, replace(request, seeded=False)))
+
+        await whole(100)
+        began = time.monotonic()
+        await whole(200)
+        taken = time.monotonic() - began
+        width = 2 if size is REAL else 4
+        model = self.bench.model(size, device=torch.device("cpu"))
+        num_bytes = width * sum(parameter.numel() for parameter in model.parameters())
+        at_most = number * copied_bytes(self.bench) / num_bytes
+        return Found(
+            f"{number * size.answer / taken:,.0f} tokens/s",
+            f"{at_most:,.0f} tokens/s that reading the weights allows",
+        )
+
+    async def swapped(
+        self, engine: ServerEngine, outbox: Publisher, version: int, mode: PauseMode
+    ) -> str:
+        """Hands over the weights of version 0, then in mid-answer others."""
+        before = self.bench.model(SMALL)
+        after = self.bench.model(SMALL, seed=1)
+        manifest = outbox.publish(version, named_tensors(before))
+        await engine.stage(manifest)
+        await engine.commit(version)
+        outbox.release(version - 1)
+        request = requests(SMALL, 1, answer=SMALL.context - PROMPT - 1, first=version)[0]
+        coming = outbox.publish(version + 1, named_tensors(after))
+        answer = await answered_across(engine, request, coming, mode)
+        outbox.release(version)
+        answer.versions = [each - version for each in answer.versions]
+        return checked_answer((before, after), request, answer, mode)
+
+    async def _taken_back(self, server: _Attached, outbox: Publisher, version: int) -> str:
+        """Stages a version and damages its file, so that the server fails to load it."""
+        engine = server.engine
+        await self._serve(engine, outbox, version, seed=0)
+        before = await _said(engine)
+        weights = named_tensors(self.bench.model(SMALL, seed=1))
+        await engine.stage(outbox.publish(version + 1, weights))
+        files = server.staging.glob("*/model.safetensors")
+        newest = max(files, key=lambda file: file.stat().st_mtime_ns, default=None)
+        if newest is None:
+            raise Wrong("the version was not written into a folder")
+        newest.write_bytes(b"damaged")
+        try:
+            await engine.commit(version + 1)
+        except EngineError:
+            pass
+        else:
+            raise Wrong("a damaged file was loaded")
+        if await _said(engine) != before:
+            raise Wrong("the answer after it is another")
+        return "the same answer before and after"
+
+    async def _taken_back_in_workers(
+        self, server: _Attached, outbox: Publisher, version: int
+    ) -> str:
+        """Serves one version after another straight in the workers, then the first again."""
+        engine = server.engine
+        await self._serve(engine, outbox, version, seed=0)
+        before = await _said(engine)
+        await self._serve(engine, outbox, version + 1, seed=1)
+        if await _said(engine) == before:
+            raise Wrong("the new version answers as the one before")
+        async with ServerClient(engine.name, server.url, patience_seconds=CALL_SECONDS) as client:
+            await engine.pause(PauseMode.RECOMPUTE)
+            await WORKERS[self.kind](client).take(version, recompute=True)
+            await engine.resume()
+            after = await _said(engine)
+            await engine.pause(PauseMode.RECOMPUTE)
+            await WORKERS[self.kind](client).take(version + 1, recompute=True)
+            await engine.resume()
+        if after != before:
+            raise Wrong("the answer of the version that was taken back is another")
+        return "the same answer as before the version"
+
+    async def _serve(
+        self, engine: ServerEngine, outbox: Publisher, version: int, *, seed: int
+    ) -> None:
+        weights = named_tensors(self.bench.model(SMALL, seed=seed))
+        await engine.stage(outbox.publish(version, weights))
+        await engine.pause(PauseMode.RECOMPUTE)
+        await engine.commit(version)
+        await engine.resume()
+
+
+async def _collected(engine: ServerEngine, request: GenerateRequest) -> list[int]:
+    found: list[int] = []
+    async for chunk in engine.generate(request):
+        found += chunk.token_ids
+    return found
+
+
+def _sender(bench: Bench, transport: str) -> Publisher:
+    return publisher(transport, name=bench.segment(), folder=bench.scratch / "weights")
+
+
+async def _said(engine: ServerEngine) -> list[int]:
+    """A greedy answer."""
+    (request,) = requests(SMALL, 1)
+    greedy = SamplingParams(max_tokens=SMALL.answer, ignore_eos=True, temperature=0.0)
+    return await _collected(engine, replace(request, sampling=greedy, seeded=False))
+
+
+# --- With other command lines ---------------------------------------------------------------------
+
+
+def _tensor_parallel(at: _ServerBench) -> Iterator[DeviceTrial]:
+    what = f"{at.name}: tensor-parallel 2"
+    if not at.bench.is_cuda:
+        yield not_tried(what, "two processes of a server on these cores are no trial of a GPU")
+    elif at.bench.num_devices < 2:
+        yield not_tried(what, f"it takes two GPUs, and {at.bench.num_devices} is here")
+    else:
+        yield asyncio.run(
+            tried_while(
+                what,
+                lambda: _in_two(at),
+                remedy="leave tensor_parallel out of engine.servers",
+            )
+        )
+
+
+async def _in_two(at: _ServerBench) -> Found:
+    config = at.config(size=SMALL, tensor_parallel=2)
+    async with at.attached(SMALL, config) as server:
+        with _sender(at.bench, DIRECT) as outbox:
+            await at.swapped(server.engine, outbox, 1, PauseMode.RECOMPUTE)
+        return await at.said_and_computed(server.engine, SMALL)
+
+
+def _sleep_and_wake(at: _ServerBench) -> Iterator[DeviceTrial]:
+    what = f"{at.name}: sleep and wake"
+    if not at.bench.is_cuda:
+        yield not_tried(what, f"{at.name} gives back the memory of GPUs alone")
+        return
+    yield asyncio.run(
+        tried_while(what, lambda: _slept(at), remedy="nothing in Midflight uses it yet")
+    )
+
+
+async def _slept(at: _ServerBench) -> str:
+    sleep, wake, option = SLEEP[at.kind]
+    config = at.config(size=SMALL, arguments=[option])
+    async with at.attached(SMALL, config) as server:
+        before = await _said(server.engine)
+        taken, _ = torch.cuda.mem_get_info(at.bench.device)
+        await asyncio.to_thread(_post, server.url + sleep)
+        free, total = torch.cuda.mem_get_info(at.bench.device)
+        await asyncio.to_thread(_post, server.url + wake)
+        after = await _said(server.engine)
+    share = (free - taken) / (total - taken)
+    if share < FREED:
+        raise Wrong(f"{share:.0%} of the memory were given back")
+    if after != before:
+        raise Wrong("the answer after it is another")
+    return f"{(free - taken) / 2**30:.1f} GB were given back, and the answer after it is the same"
+
+
+def _post(url: str) -> None:
+    headers = {"Content-Type": "application/json"}
+    asked = urllib.request.Request(url, data=b"{}", headers=headers, method="POST")
+    with urllib.request.urlopen(asked, timeout=CALL_SECONDS) as answer:
+        answer.read()
+
+
+def _deterministic(at: _ServerBench) -> Iterator[DeviceTrial]:
+    settings = [f"engine.kind={at.kind}", f"engine.python={at.python}", "engine.dtype=bfloat16"]
+    if at.bench.is_cuda:
+        option = "--gpu-memory-utilization" if at.kind == "vllm" else "--mem-fraction-static"
+        settings.append(f"engine.arguments={json.dumps([f'{option}=0.3'])}")
+    for switch, remedy in ((False, at.other_engine), (True, "remove engine.deterministic")):
+        word = "with" if switch else "without"
+        what = f"{at.name}: mismatch of a run in bfloat16 {word} engine.deterministic"
+        if switch and not at.bench.is_cuda:
+            yield not_tried(what, f"{at.name} has such kernels for GPUs alone")
+            continue
+        own = [*settings, f"engine.deterministic={str(switch).lower()}"]
+        yield tried(
+            what,
+            lambda own=own, word=word: _mismatch(at, own, word),
+            remedy=remedy,
+        )
+
+
+def _mismatch(at: _ServerBench, settings: Sequence[str], word: str) -> Found:
+    found = run_training(at.bench, SMALL, f"{at.kind}-{word}", settings)
+    return Found(
+        f"engine and trainer {found.mismatch:.2g} nats apart in the mean, "
+        f"{found.tokens_a_second:,.0f} tokens/s"
+    )

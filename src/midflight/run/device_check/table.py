@@ -1,0 +1,28 @@
+"""The parts of a device's check in the order in which they are tried. It needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+PARTS: Mapping[str, float] = {
+    "what it could do at most": 60,
+    "kernels of the trainer": 120,
+    "kernels of the embedded engine": 120,
+    "versions in mid-answer": 120,
+    "taking a version back": 90,
+    "straight into a server's workers": 90,
+    "two ranks": 150,
+    "one tensor in two processes": 60,
+    "determinism": 90,
+    "speeds": 180,
+    "a whole run": 240,
+    "vLLM": 300,
+    "SGLang": 300,
+}
+"""The name of each part, with the most seconds that it may take. Parts that are quick and that
+others stand on come first.
+"""
+BUDGET_SECONDS = 600.0
+"""The time of all parts together."""
+LEAST_SECONDS = 10.0
+"""A part is not begun with less."""

@@ -1,0 +1,123 @@
+"""The trials can fail: each is made here with a fault where it looks. The whole check on a device is in tests/real/test_device_check.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from midflight.engines.embedded.engine import EmbeddedEngine, Generated
+from midflight.run.device_check import inside, kernels, sameness, speeds, swaps
+from midflight.run.device_check.bench import SMALL, Bench, Found, Wrong, not_tried, requests, tried, within
+from midflight.run.device_check.report import DeviceTrial, TrialOutcome
+from midflight.run.device_check.swaps import SwappedAnswer, checked_answer
+from midflight.trainer.model import policy
+from midflight.types import PauseMode
+from midflight.weights.transports import file_receiver
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("bench")
+
+
+@pytest.fixture
+def bench(scratch: Path) -> Bench:
+    return Bench(CPU, scratch)
+
+
+def failed(trials: Iterable[DeviceTrial]) -> list[str]:
+    return [trial.what for trial in trials if trial.outcome is TrialOutcome.FAILED]
+
+
+def test_a_trial_keeps_what_was_found_its_error_or_the_reason() -> None:
+    assert tried("a", lambda: "5", remedy="r").found == "5"
+    found = tried("a", lambda: Found("5", "7"), remedy="r")
+    assert (found.outcome, found.limit, found.remedy) == (TrialOutcome.WORKS, "7", "")
+
+    def breaks() -> str:
+        raise RuntimeError("no kernel image")
+
+    broken = tried("a", breaks, remedy='set trainer.device = "cpu"')
+    assert (broken.outcome, broken.found, broken.remedy) == (
+        TrialOutcome.FAILED,
+        "RuntimeError: no kernel image",
+        'set trainer.device = "cpu"',
+    )
+    assert not_tried("a", "no GPU").outcome is TrialOutcome.NOT_TRIED
+    assert within(0.5, 1.0, "nats") == "0.5 nats"
+    for number in (1.5, float("nan")):
+        with pytest.raises(Wrong, match="at most 1 are rounding"):
+            within(number, 1.0, "nats")
+
+
+def test_what_a_cpu_cannot_try_is_said_with_its_reason(bench: Bench) -> None:
+    said = {trial.what: trial.found for trial in speeds.limits(bench) if trial.outcome is TrialOutcome.NOT_TRIED}
+    assert said == {"copies to and from the host": "its memory is the host's"}
+    assert [size.name for size in bench.sizes] == ["small"] and bench.why_not_real.startswith("cpu is no GPU")
+
+
+def test_a_forward_of_the_trainer_that_is_off_is_found(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = policy.token_scores
+
+    def off(*given: Any, **named: Any) -> Any:
+        scores = whole(*given, **named)
+        return scores._replace(logprobs=scores.logprobs + 0.01) if hasattr(scores, "_replace") else (scores[0] + 0.01, *scores[1:])
+
+    monkeypatch.setattr(policy, "token_scores", off)
+    assert f"packed rows and their gradient in float32, beside the model's own ({SMALL.name})" in failed(kernels.trainer_kernels(bench))
+
+
+def noisy(answer: Generated, noise: float) -> Generated:
+    return replace(answer, logprobs=tuple(logprob + noise for logprob in answer.logprobs))
+
+
+@pytest.mark.parametrize(
+    ("part", "what"),
+    [
+        (kernels.engine_kernels, f"the log-probability of each token, computed again in float32 ({SMALL.name})"),
+        (sameness.sameness, "the same requests twice in float32: tokens and log-probabilities to the bit"),
+    ],
+)
+def test_log_probabilities_of_the_engine_that_are_off_are_found(
+    part: Callable[[Bench], Iterator[DeviceTrial]], what: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, calls = EmbeddedEngine.generate_all, list[int]()
+
+    def off(engine: EmbeddedEngine, asked: Any) -> list[Generated]:
+        calls.append(len(asked))
+        return [noisy(answer, 0.01 * len(calls)) for answer in whole(engine, asked)]
+
+    monkeypatch.setattr(EmbeddedEngine, "generate_all", off)
+    assert what in failed(part(bench))
+
+
+def test_an_answer_whose_tokens_are_said_to_be_of_another_version_is_found(bench: Bench) -> None:
+    models = (bench.model(SMALL), bench.model(SMALL, seed=1))
+    (request,) = requests(SMALL, 1)
+    output = list(range(40, 52))
+    for mode in swaps.MODES:
+        right = swaps.across(models, request.input_ids, output, number=5, mode=mode).tolist()
+        versions = [0] * 5 + [1] * 7
+        assert "5 tokens of the version before and 7 of the new one" in checked_answer(
+            models, request, SwappedAnswer(output, right, versions), mode
+        )
+        for wrong in ([0] * 6 + [1] * 6, [0] * 12, [1] + [0] * 5 + [1] * 6):
+            with pytest.raises(Wrong):
+                checked_answer(models, request, SwappedAnswer(output, right, wrong), mode)
+    keep, recompute = (swaps.across(models, request.input_ids, output, number=5, mode=mode) for mode in swaps.MODES)
+    assert PauseMode.KEEP is swaps.MODES[0] and (keep[:5] == recompute[:5]).all() and abs(keep[6:] - recompute[6:]).max() > 1e-3
+
+
+def test_damage_that_a_receiver_does_not_find_and_a_swap_that_is_not_made_are_found(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert failed(swaps.take_back(bench)) == failed(inside.inside_workers(bench)) == []
+    monkeypatch.setattr(file_receiver, "verify", lambda *given, **named: None)
+    assert "a damaged version is refused, and the one before is served" in failed(swaps.take_back(bench))
+    monkeypatch.setattr(inside._plugin(), "exchange", lambda model, other: other)
+    assert len(failed(inside.inside_workers(bench))) == 1
