@@ -609,6 +609,9 @@ NEW_TOKENS = 100
 """What a turn that is measured brings, its answer included."""
 MEASURED_TURNS = 8
 KEPT_SESSIONS = 24
+OTHER_SESSIONS = 64
+OTHER_TOKENS = 4000
+"""Sessions before those whose memory is measured: they fill what all sessions share."""
 
 
 def turns(options: argparse.Namespace, report: Report) -> None:
@@ -627,6 +630,7 @@ async def measure_turns(options: argparse.Namespace, report: Report) -> None:
     }
     numbers = itertools.count()
     found: dict[tuple[int, str], list[float]] = defaultdict(list)
+    on_wire: dict[int, list[float]] = defaultdict(list)
     for _ in range(options.rounds):
         for kind, (dialect, stream) in kinds.items():
             agents = [
@@ -638,6 +642,7 @@ async def measure_turns(options: argparse.Namespace, report: Report) -> None:
                 for agent, length in zip(agents, options.lengths, strict=True):
                     spent = await agent.turn(NEW_TOKENS - long_agents.ANSWER_TOKENS)
                     found[length, kind].append(spent)
+                    on_wire[length].append(wire_seconds(site.generator.last))
     first = options.lengths[0]
     table = report.table("tokens", *[f"{kind}, ms (times)" for kind in kinds], "on the wire, ms")
     for length in options.lengths:
@@ -646,19 +651,15 @@ async def measure_turns(options: argparse.Namespace, report: Report) -> None:
             spent = statistics.median(found[length, kind])
             times = spent / statistics.median(found[first, kind])
             cells.append(f"{1e3 * spent:.2f} ({times:.2f})")
-        table.row(length, *cells, f"{1e3 * wire_seconds(length):.2f}")
+        table.row(length, *cells, f"{1e3 * statistics.median(on_wire[length]):.2f}")
 
 
-def wire_seconds(num_tokens: int) -> float:
-    """CPU to pack a request with so many ids for an engine process."""
-    ids = tuple(range(1000, 1000 + num_tokens))
-    request = GenerateRequest("r", ids, num_tokens, SamplingParams())
-    spent: list[float] = []
-    for _ in range(9):
-        began = time.process_time()
-        wire.pack_client_frame(wire.Submit(1, request))
-        spent.append(time.process_time() - began)
-    return statistics.median(spent)
+def wire_seconds(request: GenerateRequest | None) -> float:
+    """CPU to pack a request for an engine process."""
+    assert request is not None
+    began = time.process_time()
+    wire.pack_client_frame(wire.Submit(1, request))
+    return time.process_time() - began
 
 
 def print_kept(length: int, number: int) -> None:
@@ -667,8 +668,8 @@ def print_kept(length: int, number: int) -> None:
 
 async def keep_agents(length: int, number: int) -> None:
     site = long_agents.Site()
-    warm = long_agents.Agent(site, long_agents.CHAT, False, number)
-    await warm.grow(length // 8)
+    for at in range(number, number + OTHER_SESSIONS):
+        await long_agents.Agent(site, long_agents.CHAT, False, at).grow(OTHER_TOKENS)
     gc.collect()
     empty = resident_mib()
     agents = [long_agents.Agent(site, long_agents.CHAT, False, at) for at in range(number)]

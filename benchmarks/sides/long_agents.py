@@ -7,6 +7,7 @@ trained on the pages of this repository, and the template that of ChatML with ca
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import random
@@ -31,6 +32,7 @@ from midflight.types import (
     Chunk,
     Finish,
     FinishReason,
+    GenerateRequest,
     GroupKey,
     RolloutKey,
     SamplingParams,
@@ -100,10 +102,14 @@ class SentenceGenerator:
         ids = tokenizer.encode(words)[: ANSWER_TOKENS - 1]
         self._ids = (*ids, *sorted(tokenizer.eos_token_ids))
         self._vocab_size = tokenizer.vocab_size
+        self.reply = tokenizer.decode(self._ids, skip_special=True)
+        self.last: GenerateRequest | None = None
+        """The last request."""
 
     async def generate(
         self, answer: Answer, *, affinity: str, may_abort: bool, told: Callable[[], None]
     ) -> None:
+        self.last = answer.request
         size = len(self._ids)
         each = size // PIECES if answer.request.eager else size
         for start in range(0, size, each):
@@ -172,9 +178,10 @@ class Agent:
         body = json.dumps(said, ensure_ascii=False, separators=(",", ":")).encode()
         began = time.process_time()
         answer = await ask(self.site.app, self.path, body)
+        await asyncio.sleep(0)  # what the loop still has to do for the turn
         spent = time.process_time() - began
         assert answer.status == 200, answer.content
-        self.messages.append({"role": "assistant", "content": self.site.reply})
+        self.messages.append({"role": "assistant", "content": self.site.generator.reply})
         self.num_tokens += num_tokens + ANSWER_TOKENS
         return spent
 
@@ -190,10 +197,9 @@ class Site:
 
     def __init__(self, *, max_context: int = 2**18) -> None:
         self.tokenizer = trained_tokenizer()
-        generator = SentenceGenerator(self.tokenizer)
-        self.reply = self.tokenizer.decode(generator._ids, skip_special=True)
+        self.generator = SentenceGenerator(self.tokenizer)
         self.gateway = Gateway(
-            cast(Generator, generator),
+            cast(Generator, self.generator),
             self.tokenizer,
             Metrics().apply,
             model="policy",
