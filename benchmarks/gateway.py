@@ -3,6 +3,7 @@
     python benchmarks/gateway.py [--seconds 5] [--rounds 3] [--peers VENV] [--sessions 10000]
     python benchmarks/gateway.py --parts streams shards
     python benchmarks/gateway.py --parts fleet [--engines 1 8 64 256 1000] [--requests 20000]
+    python benchmarks/gateway.py --parts turns [--lengths 1000 8000 16000 64000]
 
 The engine behind it is trivial (a letter a token, at once), so that the gateway is what is
 measured; every session and token is recorded as in training.
@@ -15,6 +16,11 @@ measured; every session and token is recorded as in training.
 | streams | streams of one token a message: the shorter the engine's steps, the more tokens come, until the gateway is the limit; then several share a message |
 | shards | requests a second with one and with two gateways, each with an engine and clients of its own |
 | fleet | what a request and a handover cost where there are many engines: the fleet and the real handover, over scripted engines on virtual time |
+| turns | CPU of a turn of an agent that sends its whole conversation again, by the tokens of that; and the bytes that a session keeps of each token |
+
+Part `turns` has neither engine nor socket (`sides/long_agents.py`): a body goes into the
+application and the answer comes out. What a request costs on the wire to an engine process is told
+apart.
 
 The columns of part `fleet`:
 
@@ -35,6 +41,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import itertools
 import json
 import math
@@ -45,6 +52,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -69,8 +77,10 @@ from harness.processes import (
 )
 from harness.report import Report, make_parts
 from harness.rounds import alternate, median_of
+from sides import long_agents
 
 from midflight.allowance import Allowance
+from midflight.engines import wire
 from midflight.gateway.answers.answer import Answer
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.generation import Generator
@@ -86,6 +96,7 @@ from midflight.types import (
     Chunk,
     Finish,
     FinishReason,
+    GenerateRequest,
     GroupKey,
     Json,
     PauseMode,
@@ -592,6 +603,88 @@ def fleet(options: argparse.Namespace, report: Report) -> None:
         )
 
 
+# --- Turns of long agents -------------------------------------------------------------------------
+
+NEW_TOKENS = 100
+"""What a turn that is measured brings, its answer included."""
+MEASURED_TURNS = 8
+KEPT_SESSIONS = 24
+OTHER_SESSIONS = 64
+OTHER_TOKENS = 4000
+"""Sessions before those whose memory is measured: they fill what all sessions share."""
+
+
+def turns(options: argparse.Namespace, report: Report) -> None:
+    """Measures turns of each length in turn, so that a busy moment hits all lengths alike."""
+    asyncio.run(measure_turns(options, report))
+    apart(print_kept, min(options.lengths[-1], 64_000), 2 if options.smoke else KEPT_SESSIONS)
+
+
+async def measure_turns(options: argparse.Namespace, report: Report) -> None:
+    site = long_agents.Site()
+    kinds = {
+        "chat, whole": (long_agents.CHAT, False),
+        "chat, streamed": (long_agents.CHAT, True),
+        "messages, whole": (long_agents.MESSAGES, False),
+        "messages, streamed": (long_agents.MESSAGES, True),
+    }
+    numbers = itertools.count()
+    found: dict[tuple[int, str], list[float]] = defaultdict(list)
+    on_wire: dict[int, list[float]] = defaultdict(list)
+    for _ in range(options.rounds):
+        for kind, (dialect, stream) in kinds.items():
+            agents = [
+                long_agents.Agent(site, dialect, stream, next(numbers)) for _ in options.lengths
+            ]
+            for agent, length in zip(agents, options.lengths, strict=True):
+                await agent.grow(length)
+            for _ in range(MEASURED_TURNS):
+                for agent, length in zip(agents, options.lengths, strict=True):
+                    spent = await agent.turn(NEW_TOKENS - long_agents.ANSWER_TOKENS)
+                    found[length, kind].append(spent)
+                    on_wire[length].append(wire_seconds(site.generator.last))
+    first = options.lengths[0]
+    table = report.table("tokens", *[f"{kind}, ms (times)" for kind in kinds], "on the wire, ms")
+    for length in options.lengths:
+        cells: list[str] = []
+        for kind in kinds:
+            spent = statistics.median(found[length, kind])
+            times = spent / statistics.median(found[first, kind])
+            cells.append(f"{1e3 * spent:.2f} ({times:.2f})")
+        table.row(length, *cells, f"{1e3 * statistics.median(on_wire[length]):.2f}")
+
+
+def wire_seconds(request: GenerateRequest | None) -> float:
+    """CPU to pack a request for an engine process."""
+    assert request is not None
+    began = time.process_time()
+    wire.pack_client_frame(wire.Submit(1, request))
+    return time.process_time() - began
+
+
+def print_kept(length: int, number: int) -> None:
+    asyncio.run(keep_agents(length, number))
+
+
+async def keep_agents(length: int, number: int) -> None:
+    site = long_agents.Site()
+    for at in range(number, number + OTHER_SESSIONS):
+        await long_agents.Agent(site, long_agents.CHAT, False, at).grow(OTHER_TOKENS)
+    gc.collect()
+    empty = resident_mib()
+    agents = [long_agents.Agent(site, long_agents.CHAT, False, at) for at in range(number)]
+    for agent in agents:
+        await agent.grow(length)
+        agent.messages.clear()
+    gc.collect()
+    full = resident_mib()
+    tokens = sum(agent.num_tokens for agent in agents)
+    print(
+        f"{number} sessions of {length} tokens in turns of {long_agents.TURN_TOKENS}: "
+        f"{(full - empty) * 2**20 / tokens:.1f} bytes a token"
+    )
+
+
 PARTS = {
     "servers": servers,
     "pauses": pauses,
@@ -599,6 +692,7 @@ PARTS = {
     "streams": streams,
     "shards": shards,
     "fleet": fleet,
+    "turns": turns,
 }
 
 
@@ -623,6 +717,12 @@ def main() -> None:
         help="microseconds from one step of the engine to the next, of part `streams`",
     )
     arguments.option("--connections", 32, smoke=4, help="of all clients of part `shards`")
+    arguments.option(
+        "--lengths",
+        [1000, 8000, 16_000, 64_000],
+        smoke=[1000, 2000],
+        help="of conversations, in tokens, of part `turns`",
+    )
     arguments.option("--engines", [1, 8, 64, 256, 1000], smoke=[1, 8], help="of part `fleet`")
     arguments.option("--requests", 20_000, smoke=500, help="of part `fleet`")
     arguments.option(

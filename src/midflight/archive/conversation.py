@@ -21,7 +21,13 @@ from midflight.archive.store_reader import StoreReader, reading
 from midflight.config import Config
 from midflight.config.load import past_config
 from midflight.errors import MidflightError, NoRun
-from midflight.trajectories.database import State, decode_rows, decode_scored, decode_turn
+from midflight.trajectories.database import (
+    State,
+    decode_rows,
+    decode_scored,
+    decode_turn,
+    whole_turns,
+)
 from midflight.types import Bool, Fate, Float32, Int32, Json, Kind, Reason, RolloutKey, Row, Turn
 
 ENTROPY_WINDOW = 16
@@ -166,11 +172,12 @@ def _running(store: StoreReader, key: RolloutKey) -> tuple[Row, ...]:
     continues.
     """
     blobs = store.ask(
-        "SELECT turn FROM turns WHERE (epoch, position, attempt, sample) = (?, ?, ?, ?) ORDER "
+        "SELECT number, turn FROM turns WHERE (epoch, position, attempt, sample) = (?, ?, ?, ?) ORDER "
         "BY number",
         *_columns(key),
     )
-    turns = [store.decoded(decode_turn, blob) for (blob,) in blobs]
+    stored = [(number, store.decoded(decode_turn, blob)) for number, blob in blobs]
+    turns = store.decoded(whole_turns, stored)
     if not turns:
         return ()
     ids = _token_ids(turns[-1])

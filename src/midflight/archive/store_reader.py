@@ -25,6 +25,7 @@ from midflight.trajectories.pairs import STORE, readable, shard_stores
 from midflight.types import GroupKey, Kind, RolloutKey, Task
 
 Decoded = TypeVar("Decoded")
+Given = TypeVar("Given")
 
 GROUP_STATE = (
     "CASE WHEN g.lease IN (SELECT lease FROM leases WHERE done) THEN 'trained' ELSE g.state END"
@@ -69,7 +70,7 @@ class StoreReader:
     def task(self, blob: bytes) -> Task:
         return self.decoded(decode_task, blob)
 
-    def decoded(self, decode: Callable[[bytes], Decoded], blob: bytes) -> Decoded:
+    def decoded(self, decode: Callable[[Given], Decoded], blob: Given) -> Decoded:
         """The value of a column. Raises `StoreCorrupt` if it is none."""
         return decoded(self.path, decode, blob)
 

@@ -7,6 +7,7 @@ their scores travel over HTTP, as msgpack one way and as raw little-endian float
 
 import struct
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -30,6 +31,7 @@ from midflight.types import (
     Segment,
     Version,
 )
+from midflight.types.token_ids import SharedIds, unpacked
 
 PREFIX: Final = "/engine/v1"
 """The beginning of the routes between rollout process and engine."""
@@ -50,6 +52,15 @@ class Submit(msgspec.Struct, tag="submit", frozen=True):
 
     handle: int
     request: GenerateRequest
+
+
+class _SubmitPacked(msgspec.Struct, tag="submit_packed", frozen=True):
+    """A request whose ids are shared with others. They travel as little-endian int32."""
+
+    handle: int
+    input_ids: bytes
+    request: GenerateRequest
+    """The request without its ids."""
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
@@ -113,7 +124,7 @@ encode = msgspec.msgpack.Encoder().encode
 decode_client_frames = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 """A message of a client holds all frames that waited at that moment. Each frame is read by itself."""
 decode_engine_frame = msgspec.msgpack.Decoder(EngineFrame).decode
-_decode_client_frame = msgspec.msgpack.Decoder(ClientFrame).decode
+_decode_client_frame = msgspec.msgpack.Decoder(ClientFrame | _SubmitPacked).decode
 
 
 class _RequestFrame(msgspec.Struct, frozen=True):
@@ -127,8 +138,13 @@ _decode_handle = msgspec.msgpack.Decoder(_RequestFrame).decode
 
 def pack_client_frame(frame: ClientFrame) -> msgspec.Raw:
     """Raises `RequestRejected` if it holds a number that the wire cannot carry."""
+    sent: ClientFrame | _SubmitPacked = frame
+    if isinstance(frame, Submit) and isinstance(frame.request.input_ids, SharedIds):
+        sent = _SubmitPacked(
+            frame.handle, frame.request.input_ids.packed, replace(frame.request, input_ids=())
+        )
     try:
-        return msgspec.Raw(encode(frame))
+        return msgspec.Raw(encode(sent))
     except (OverflowError, TypeError, ValueError) as error:
         raise RequestRejected(
             f"sending a request to an engine: {error}. Send smaller numbers."
@@ -140,8 +156,12 @@ def client_frame(raw: msgspec.Raw) -> ClientFrame | Rejected:
     `msgspec.DecodeError` if not even its number can be read.
     """
     try:
-        return _decode_client_frame(raw)
-    except msgspec.DecodeError as error:
+        frame = _decode_client_frame(raw)
+        if isinstance(frame, _SubmitPacked):
+            request = replace(frame.request, input_ids=unpacked(frame.input_ids))
+            return Submit(frame.handle, request)
+        return frame
+    except (msgspec.DecodeError, struct.error) as error:
         handle = _decode_handle(raw).handle
         return Rejected(
             handle,

@@ -14,7 +14,7 @@ from datetime import datetime
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-from typing import NoReturn, TypeAlias, cast
+from typing import Any, NoReturn, TypeAlias, cast
 
 import jinja2
 import tokenizers
@@ -26,6 +26,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from midflight.errors import ModelNotFound, RequestRejected
 from midflight.text.byte_tokenizer import byte_letters_to_bytes
+from midflight.text.template_loop import (
+    OWN_NAMES,
+    GoneItem,
+    LoopPlace,
+    LoopTemplate,
+    LoopText,
+    NotResumable,
+)
 from midflight.text.tool_texts import (
     LIST_TOOLS,
     knows_calls,
@@ -207,6 +215,22 @@ class Tokenizer:
             )
         return text
 
+    def write_on(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Message] | None = None,
+        options: Mapping[str, Json] | None = None,
+        since: LoopPlace | None = None,
+        num_left: int = 0,
+    ) -> LoopText:
+        """See `ChatTemplate.write_on`."""
+        if self.template is None:
+            raise NotResumable
+        return self.template.write_on(
+            messages, tools=tools, options=options, since=since, num_left=num_left
+        )
+
 
 def _read_backend(folder: Path) -> tokenizers.Tokenizer:
     path = folder / "tokenizer.json"
@@ -298,6 +322,15 @@ Message: TypeAlias = Mapping[str, Json]
 
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
+_NUM_PROVED = 4
+"""So many texts that a template wrote while it was watched are compared with what it writes by
+itself.
+"""
+_TAKEN = OWN_NAMES | {"self", "tools", "documents", "add_generation_prompt"}
+"""The names that no option of a watched template may have."""
+_MAX_FAILED = 8
+"""A template that could not be watched so many times in a row is not watched any more."""
+
 _MAX_SAID = 500
 """The most letters of a template's error that are passed on. It may quote the conversation."""
 
@@ -331,6 +364,8 @@ class ChatTemplate:
                 f"compiling the chat template failed: {error}. Correct chat_template in the model "
                 "folder."
             ) from error
+        self._num_proved = 0
+        self._num_failed = 0
 
     def render(
         self,
@@ -347,11 +382,9 @@ class ChatTemplate:
         `options` are names of the template's own, such as `enable_thinking`. If a template would
         leave out tools or their calls, the messages get them as text.
         """
-        chat = [as_templates_read(message) for message in messages]
-        if not self._knows_calls:
-            chat = [with_calls_as_text(message) for message in chat]
-        if tools and not self._knows_tools and (options or {}).get(LIST_TOOLS) is not False:
-            chat = with_tools_as_text(chat, tools)
+        chat = [self.as_read(message) for message in messages]
+        if self._lists(tools, options):
+            chat = with_tools_as_text(chat, tools or ())
         try:
             text = self._compiled.render(
                 **{**(options or {}), **self._special_tokens},
@@ -372,6 +405,103 @@ class ChatTemplate:
                 param="messages",
             ) from error
         return text
+
+    def write_on(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Message] | None = None,
+        options: Mapping[str, Json] | None = None,
+        since: LoopPlace | None = None,
+        num_left: int = 0,
+    ) -> LoopText:
+        """The same text as `render` gives with a generation prompt, and the place where the template
+        can go on once there are other messages in place of the last `num_left`, and more. With
+        `since`, the place of a conversation with the same beginning, tools and options, only the
+        text from there on is written. Old messages may then be `GoneItem`.
+
+        Raises `NotResumable` if only `render` can say what the text is.
+        """
+        loop = self._loop
+        if loop is None or self._num_failed >= _MAX_FAILED:
+            raise NotResumable
+        if options and not _TAKEN.isdisjoint(options):
+            raise NotResumable
+        chat = _ItemsAsRead(self, messages, tools if self._lists(tools, options) else None)
+        values: dict[str, object] = {
+            **(options or {}),
+            **self._special_tokens,
+            "tools": None if tools is None else list(tools),
+            "documents": None,
+            "add_generation_prompt": True,
+        }
+        try:
+            until = len(chat) - num_left - 1
+            found = loop.render(chat, values, since=since, until=until, clock=_strftime_now)
+            found.text.encode("utf-8")
+        except jinja2.TemplateError as error:  # most likely it refuses the conversation
+            raise NotResumable from error
+        except Exception as error:
+            self._num_failed += 1
+            raise NotResumable from error
+        if since is None and self._num_proved < _NUM_PROVED:
+            self._num_proved += 1
+            plain = self.render(messages, tools=tools, options=options, add_generation_prompt=True)
+            if found.text != plain:
+                self._num_failed = _MAX_FAILED
+                raise NotResumable
+        self._num_failed = 0
+        return found
+
+    @cached_property
+    def _loop(self) -> LoopTemplate | None:
+        try:
+            return LoopTemplate(_ENVIRONMENT, self.source)
+        except NotResumable:
+            return None
+
+    def _lists(self, tools: Sequence[Message] | None, options: Mapping[str, Json] | None) -> bool:
+        """True if the messages must name the tools, because the template would leave them out."""
+        if not tools or self._knows_tools:
+            return False
+        return (options or {}).get(LIST_TOOLS) is not False
+
+    def as_read(self, message: Message) -> dict[str, Json]:
+        """A message as this template reads it."""
+        read = as_templates_read(message)
+        return read if self._knows_calls else with_calls_as_text(read)
+
+
+class _ItemsAsRead(Sequence[Message]):
+    """A conversation as its template reads it. A message is brought into that form when it is
+    looked at.
+    """
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None,
+    ) -> None:
+        """`tools` are those that the messages must name."""
+        self._template = template
+        self._messages = messages
+        self._first: list[dict[str, Json]] = []
+        """The messages that take the place of the first one."""
+        if tools:
+            first = [template.as_read(messages[0])] if len(messages) else []
+            self._first = with_tools_as_text(first, tools)
+        self._more = max(0, len(self._first) - 1)
+
+    def __len__(self) -> int:
+        return len(self._messages) + self._more
+
+    def __getitem__(self, index: Any) -> Any:
+        place: int = index
+        if place < len(self._first):
+            return self._first[place]
+        message = self._messages[place - self._more]
+        return message if isinstance(message, GoneItem) else self._template.as_read(message)
 
 
 def as_templates_read(message: Message) -> dict[str, Json]:

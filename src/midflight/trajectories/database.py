@@ -20,8 +20,10 @@ from midflight.errors import StoreCorrupt, StoreFailed, StoreNewer
 from midflight.types import GroupKey, Json, Reason, Row, Task, Trajectory, Turn
 from midflight.types.digests import NOTHING, older_digest, seal_after
 from midflight.types.rollouts import RoleRecord, Seal, TurnRecord
+from midflight.types.token_ids import AnyIds, SharedIds, packed, unpacked
 
 Decoded = TypeVar("Decoded")
+Given = TypeVar("Given")
 Value: TypeAlias = "int | float | str | bytes | None"
 
 APPLICATION_ID = 0x4D464C54
@@ -413,8 +415,16 @@ class _StoredTask(msgspec.Struct, frozen=True, omit_defaults=True):
     place: int | None = None
 
 
+class ContinuingTurn(Turn, frozen=True):
+    """A turn as the file has it, whose prompt begins with all ids of the turn number `after`.
+    `prompt_ids` are those that follow. Without `after` they are all.
+    """
+
+    after: int | None = None
+
+
 _ROWS = msgspec.msgpack.Decoder(tuple[_StoredRow, ...])
-_TURN = msgspec.msgpack.Decoder(Turn)
+_TURN = msgspec.msgpack.Decoder(ContinuingTurn)
 _SCORED = msgspec.msgpack.Decoder(RewardParts)
 _TASK = msgspec.msgpack.Decoder(_StoredTask)
 _encode = msgspec.msgpack.Encoder().encode
@@ -464,18 +474,50 @@ def encode_counts(masked: Mapping[Reason, int], dropped: Mapping[Reason, int]) -
 
 
 def encode_turn(turn: Turn) -> bytes:
-    return _encode(turn)
+    """The turn as the file has it: of a prompt that continues a turn before it, what is new."""
+    ids = turn.prompt_ids
+    if not isinstance(ids, SharedIds):
+        return _encode(turn)
+    values: dict[str, Any] = msgspec.structs.asdict(turn)
+    values["prompt_ids"] = unpacked(ids.tail)
+    return _encode(ContinuingTurn(**values, after=ids.after))
 
 
 def decode_turn(blob: bytes) -> Turn:
-    return _TURN.decode(blob)
+    """The turn. It is a `ContinuingTurn` if the file has only the end of its prompt."""
+    turn = _TURN.decode(blob)
+    return turn if turn.after is not None else _plain(turn, turn.prompt_ids)
+
+
+def whole_turns(stored: Iterable[tuple[int, Turn]]) -> list[Turn]:
+    """The turns of one rollout with their whole prompts, from all its turns in the order of their
+    numbers. Raises `ValueError` if one is missing.
+    """
+    parts: dict[int, tuple[bytes, ...]] = {}
+    found: list[Turn] = []
+    for number, turn in stored:
+        after = turn.after if isinstance(turn, ContinuingTurn) else None
+        if after is not None and after not in parts:
+            raise ValueError(f"turn {number} continues turn {after}, which is not there")
+        before = () if after is None else parts[after]
+        prompt = (*before, packed(turn.prompt_ids))
+        parts[number] = (*prompt, packed(turn.output_ids))
+        found.append(turn if after is None else _plain(turn, unpacked(b"".join(prompt))))
+    return found
+
+
+def _plain(turn: Turn, prompt_ids: AnyIds) -> Turn:
+    values: dict[str, Any] = msgspec.structs.asdict(turn)
+    values["prompt_ids"] = prompt_ids
+    values.pop("after", None)
+    return Turn(**values)
 
 
 def encode_task(task: Task) -> bytes:
     return _encode(_StoredTask(task.id, task.source, dict(task.data), task.place))
 
 
-def decoded(path: Path, decode: Callable[[bytes], Decoded], blob: bytes) -> Decoded:
+def decoded(path: Path, decode: Callable[[Given], Decoded], blob: Given) -> Decoded:
     """The value of a blob in the file at `path`. Raises `StoreCorrupt` if `decode` cannot read it."""
     try:
         return decode(blob)

@@ -593,14 +593,19 @@ class Store:
         return Group.of(key, task, self._trajectories(key, task))
 
     def _unfinished(self, key: GroupKey) -> Unfinished:
-        turns: dict[RolloutKey, list[Turn]] = {}
-        for sample, blob in self._db.execute(
-            f"SELECT sample, turn FROM turns WHERE {_GROUP} ORDER BY sample, number", *_group(key)
+        stored: dict[RolloutKey, list[tuple[int, Turn]]] = {}
+        for sample, number, blob in self._db.execute(
+            f"SELECT sample, number, turn FROM turns WHERE {_GROUP} ORDER BY sample, number",
+            *_group(key),
         ):
             turn = self._decoded(database.decode_turn, blob)
-            turns.setdefault(RolloutKey(key, sample), []).append(turn)
+            stored.setdefault(RolloutKey(key, sample), []).append((number, turn))
+        turns = {
+            rollout: tuple(self._decoded(database.whole_turns, made))
+            for rollout, made in stored.items()
+        }
         finished = tuple(self._trajectories(key, self._task(key)))
-        return Unfinished(key, finished, {rollout: tuple(made) for rollout, made in turns.items()})
+        return Unfinished(key, finished, turns)
 
     def _trajectories(self, key: GroupKey, task: Task) -> Iterator[Trajectory]:
         columns = "sample, reward, rows, scored, truncated, error, seconds, room"
@@ -630,7 +635,7 @@ class Store:
         (blob,) = self._db.execute(f"SELECT task FROM groups WHERE {_GROUP}", *_group(key))[0]
         return self._decoded(database.decode_task, blob)
 
-    def _decoded(self, decode: Callable[[bytes], T], blob: bytes) -> T:
+    def _decoded(self, decode: Callable[[database.Given], T], blob: database.Given) -> T:
         return database.decoded(self._db.path, decode, blob)
 
     def _keys(self, where: str, *values: Value) -> list[GroupKey]:

@@ -9,7 +9,7 @@ its implementation in the embedded sampler.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from operator import attrgetter
 from types import UnionType
@@ -18,6 +18,7 @@ from typing import Any, Final, TypeVar, get_type_hints
 import msgspec
 
 from midflight.types.names import Feature, FinishReason, GrammarKind, Version
+from midflight.types.token_ids import AnyIds, SharedIds
 
 T = TypeVar("T")
 
@@ -357,7 +358,7 @@ class GenerateRequest:
     """
 
     request_id: str
-    input_ids: tuple[int, ...]
+    input_ids: AnyIds
     num_prompt_tokens: int
     sampling: SamplingParams
     eager: bool = True
@@ -368,6 +369,13 @@ class GenerateRequest:
     """True if each token is wanted with a record of the ids that truncation kept."""
     seeded: bool = False
     """True if the client set its seed. Seeds cost servers time, so they are sent only then."""
+
+    @property
+    def with_own_ids(self) -> GenerateRequest:
+        """The same request, for an engine that looks at the ids again and again."""
+        if not isinstance(self.input_ids, SharedIds):
+            return self
+        return replace(self, input_ids=tuple(self.input_ids))
 
     @property
     def num_output_tokens(self) -> int:
@@ -438,7 +446,7 @@ class Turn(msgspec.Struct, frozen=True):
     `output_ids`.
     """
 
-    prompt_ids: tuple[int, ...]
+    prompt_ids: AnyIds
     output_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     segments: tuple[Segment, ...]

@@ -204,6 +204,7 @@ class EmbeddedEngine:
         Waits only if the request has a grammar: for the grammars before it to be compiled, and for
         the thread that compiles it.
         """
+        request = request.with_own_ids
         self._check(request)
         if request.sampling.grammar is None:
             submission = self._submission(request, outlet)

@@ -164,6 +164,7 @@ class ServerEngine:
         """Yields until a chunk with `finish`. Each wait is for the server, or for the end of a
         pause.
         """
+        request = request.with_own_ids
         capabilities = self.capabilities
         sampling = request.sampling
         check_request(

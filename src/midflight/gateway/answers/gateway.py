@@ -397,7 +397,7 @@ class Gateway:
         affinity = job.session.session_id if job.session.key is not None else ""
         for first in job.answers[:: job.call.n]:
             scores = await self._generator_of(job.session).prompt_logprobs(
-                first.prompt.ids, top=top, affinity=affinity
+                tuple(first.prompt.ids), top=top, affinity=affinity
             )
             for answer in job.answers[first.index : first.index + job.call.n]:
                 answer.prompt_logprobs = scores

@@ -81,22 +81,24 @@ class EngineLimits:
         return ""
 
 
-def check_prompt(ids: tuple[int, ...], limits: EngineLimits, *, param: str) -> None:
+def check_prompt(prompt: Prompt, limits: EngineLimits, *, param: str) -> None:
     """Refuses a prompt that no engine could take, because it is empty, has unknown ids, or leaves
-    no room for one token of answer.
+    no room for one token of answer. The ids of a turn that it continues were looked at before.
     """
-    if not ids:
+    num_ids = len(prompt.ids)
+    if not num_ids:
         raise RequestRejected(f"{param} is empty: send at least one token.", param=param)
-    if min(ids) < 0 or max(ids) >= limits.vocab_size:
+    ids = prompt.new_ids
+    if ids and (min(ids) < 0 or max(ids) >= limits.vocab_size):
         bad = next(i for i in ids if not 0 <= i < limits.vocab_size)
         raise RequestRejected(
             f"{param} holds token id {bad}: send ids from 0 to {limits.vocab_size - 1}.",
             param=param,
         )
-    if len(ids) + 1 > limits.max_context:
+    if num_ids + 1 > limits.max_context:
         raise ContextExceeded(
             f"This model's maximum context length is {limits.max_context} tokens, but the {param} "
-            f"has {len(ids)} tokens and leaves no room for an answer. Shorten the {param}.",
+            f"has {num_ids} tokens and leaves no room for an answer. Shorten the {param}.",
             param=param,
         )
 
@@ -337,7 +339,7 @@ class Planner:
         prompts = [session.plan(source) for source in call.sources]
         for prompt in prompts:
             if self._last is None or self._last.prompt is not prompt:
-                check_prompt(prompt.ids, self._limits, param=call.prompt_param)
+                check_prompt(prompt, self._limits, param=call.prompt_param)
         replaced: Mapping[str, object] = {}
         if self._own_sampling and session.trains and session.sampling is not None:
             call, replaced = of_the_run(call, session.sampling)
@@ -449,21 +451,21 @@ class Planner:
             return call
         if amid_text:
             grammar = self._format.calls_amid_text(
-                source.tools, parallel=call.parallel_tool_calls, prompt_text=prompt.text
+                source.tools, parallel=call.parallel_tool_calls, prompt_text=prompt.ending
             )
             call = replace(call, names={**call.names, "grammar": "tools.strict"})
         elif call.tool_choice is ToolChoice.REQUIRED:
             tools = [tool for tool in source.tools if call.forced_tool in (None, tool.name)]
             grammar = self._format.calls_grammar(
-                tools, parallel=call.parallel_tool_calls, prompt_text=prompt.text
+                tools, parallel=call.parallel_tool_calls, prompt_text=prompt.ending
             )
         elif grammar is not None and call.tool_choice is ToolChoice.AUTO:
             parallel = call.parallel_tool_calls
             grammar = self._format.calls_or(
-                grammar, source.tools, parallel=parallel, prompt_text=prompt.text
+                grammar, source.tools, parallel=parallel, prompt_text=prompt.ending
             )
         elif grammar is not None:
-            grammar = self._format.after_thinking(grammar, prompt_text=prompt.text)
+            grammar = self._format.after_thinking(grammar, prompt_text=prompt.ending)
         return replace(call, asked=call.asked.constrained(grammar))
 
     def _answer(
@@ -518,7 +520,7 @@ class Planner:
         forced = chosen is ToolChoice.REQUIRED
         # A whole answer is read as its stream would be, so that both are one message.
         parser = self._format.parser(
-            prompt.text, calls=calls, forced=forced, tools=source.tools, partly=True
+            prompt.ending, calls=calls, forced=forced, tools=source.tools, partly=True
         )
         # The grammar of a call that must come allows no second one.
         return ChatReading(

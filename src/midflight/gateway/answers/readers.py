@@ -11,11 +11,13 @@ the loop's.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from secrets import randbits
+
+import xxhash
 
 from midflight.errors import IdempotencyConflict, Overloaded, RequestRejected
 from midflight.gateway.answers.answer import START, Event, Mark
@@ -34,6 +36,10 @@ MAX_RETRY_AFTER_SECONDS = 60
 enough to notice the pause's end soon.
 """
 
+_SEED = randbits(64)
+"""Makes the digests of bodies others in each process, so that no client can prepare two bodies of
+one digest.
+"""
 _SMOOTHING = 0.1
 """The weight of the newest interval in the mean time between two ends. About the last ten intervals
 count.
@@ -256,7 +262,7 @@ def retry_ticket(
     if session_id is None and key is None:
         return None
     owner = f"session {session_id}" if session_id is not None else f"key {api_key or ''}"
-    digest = hashlib.blake2b(body, digest_size=16, person=path.encode()[-16:]).digest()
+    digest = path.encode() + xxhash.xxh3_128_digest(body, _SEED)
     return RetryTicket(owner, key, digest, _says_retry(headers.get(b"x-stainless-retry-count")))
 
 

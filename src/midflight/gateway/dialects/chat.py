@@ -17,6 +17,7 @@ from midflight.gateway.dialects.chat_messages import (
     tool_result,
 )
 from midflight.gateway.dialects.fields import PromptTop, Tokens, TopLogprobs, filled, parse
+from midflight.gateway.dialects.resent import ResentBody, SentMessages
 from midflight.gateway.dialects.sampling_body import SamplingBody
 from midflight.gateway.dialects.unread_fields import UnreadFields
 from midflight.gateway.sessions.request import CompletionCall, Messages
@@ -89,8 +90,14 @@ class ChatBody(SamplingBody):
     chat_template_kwargs: dict[str, JsonValue] | None = None
 
 
-def chat_call(body: ChatBody, unread: UnreadFields) -> CompletionCall:
-    """The call that a chat asks for. Raises `RequestRejected` if its fields contradict each other."""
+def chat_call(
+    body: ChatBody,
+    unread: UnreadFields,
+    sent: SentMessages | None = None,
+) -> CompletionCall:
+    """The call that a chat asks for. `sent` says which of its messages were read before. Raises
+    `RequestRejected` if its fields contradict each other.
+    """
     if body.top_logprobs and not body.logprobs:
         raise RequestRejected(
             f"top_logprobs is {body.top_logprobs} without logprobs: send logprobs true with it.",
@@ -100,9 +107,14 @@ def chat_call(body: ChatBody, unread: UnreadFields) -> CompletionCall:
     if body.tools or body.tool_choice is not None:
         tools = tool_bodies.tools_of(tool_bodies.placed(body.tools))
         chosen = tool_bodies.choice_of(body.tool_choice, tools)
-    messages = conversation(body.messages, unread)
+    num_left = 0
+    messages: Sequence[Message]
+    if sent is None:
+        messages = conversation(body.messages, unread)
+    else:
+        messages, num_left = sent.read(body.messages, conversation, unread)
     template = _options(body, unread)
-    prompt = Messages(messages, chosen.tools, template, _ending(body, messages))
+    prompt = Messages(messages, chosen.tools, template, _ending(body, messages), num_left)
     return CompletionCall(
         sources=(prompt,),
         asked=body.asked(_max_tokens(body), top_logprobs=body.top_logprobs),
@@ -153,14 +165,16 @@ def _max_tokens(body: ChatBody) -> int | None:
     return old if new is None else new
 
 
-def conversation(messages: Sequence[JsonObject], unread: UnreadFields) -> tuple[Message, ...]:
+def conversation(
+    messages: Sequence[JsonObject], unread: UnreadFields, first: int = 0
+) -> tuple[Message, ...]:
     """Checks every message. A refusal names the place, such as
-    `messages.2.tool_calls.0.function.name`.
+    `messages.2.tool_calls.0.function.name`; `first` is that of the first message.
     """
     return tuple(
         [
             _plain(message) or _read_message(message, f"messages.{place}", unread)
-            for place, message in enumerate(messages)
+            for place, message in enumerate(messages, first)
         ]
     )
 
@@ -326,10 +340,12 @@ _encode = msgspec.json.encode
 class ChatExchange:
     """One chat request."""
 
-    def __init__(self, body: bytes) -> None:
+    def __init__(self, body: bytes, resent: ResentBody | None = None) -> None:
+        """`resent` says that the body begins as an earlier one did."""
         self.unread = UnreadFields()
-        parsed = parse(ChatBody, body, unread=self.unread)
-        self.call = chat_call(parsed, self.unread)
+        parsed = parse(ChatBody, resent.short if resent else body, unread=self.unread)
+        self.sent = SentMessages.of(body, resent, lambda: ChatExchange(body).messages)
+        self.call = chat_call(parsed, self.unread, self.sent)
         self._custom = tool_bodies.custom_names(parsed.tools) if parsed.tools else frozenset[str]()
         """Tools whose calls are sent as a text."""
         self._logprobs = bool(parsed.logprobs)
@@ -341,6 +357,13 @@ class ChatExchange:
         """Tokens streamed so far, of all choices."""
         self._is_plain = not (self._logprobs or self._token_ids or self._usage_so_far)
         """True if two frames with content differ only in their text."""
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """Its conversation."""
+        source = self.call.sources[0]
+        assert isinstance(source, Messages), "a chat is made of messages"
+        return source.messages
 
     def whole(self, reply: exchange.Reply, answers: Sequence[Answer]) -> Json:
         body = _envelope(

@@ -14,6 +14,7 @@ from pydantic_core import from_json
 
 from midflight.gateway.answers.answer import Answer, Event
 from midflight.gateway.answers.plan import Job
+from midflight.gateway.dialects.resent import ResentBody, SentMessages
 from midflight.gateway.dialects.unread_fields import UnreadFields
 from midflight.gateway.sessions.request import CompletionCall
 from midflight.gateway.sessions.responses import KeptResponses
@@ -65,6 +66,12 @@ class Exchange(Protocol):
         ...
 
 
+class ResumableExchange(Exchange, Protocol):
+    """An exchange of a dialect whose bodies hold the whole conversation."""
+
+    sent: SentMessages
+
+
 class ReusableExchange(Protocol):
     """An exchange whose shallow copy can serve another request, if the copy gets its own
     `unread`.
@@ -92,10 +99,12 @@ class ParsedBodyCache(Generic[E]):
         """The parsed bodies, the newest last."""
 
     def __call__(self, body: bytes) -> E:
+        if len(body) > _MAX_KEPT_BYTES:
+            return self._read(body)
         kept = self._kept.pop(body, None)
         if kept is None:
             kept = self._read(body)
-            if len(body) > _MAX_KEPT_BYTES or kept.unread.refusal is not None:
+            if kept.unread.refusal is not None:
                 return kept
         self._kept[body] = kept
         if len(self._kept) > _MAX_KEPT:
@@ -131,6 +140,10 @@ class Dialect:
     """Parses a body in a dialect that reads the address too: `model` of its path, and its query."""
     keeping: Callable[[bytes, KeptResponses], Exchange] | None = None
     """Parses a body in a dialect whose requests may name earlier responses."""
+    resumed: Callable[[bytes, ResentBody], ResumableExchange] | None = None
+    """Parses a body that begins as an earlier one of its session, in a dialect whose bodies hold
+    the whole conversation.
+    """
     fault: Callable[[BaseException], Fault] = fault_of
     """Makes an error's answer as this dialect's clients read it."""
     broken: "Callable[[Exchange, Fault], Json | bytes]" = told_alone

@@ -16,7 +16,10 @@ from midflight.gateway.dialects.exchange import (
 )
 from midflight.gateway.dialects.fields import parse
 from midflight.gateway.dialects.messages_input import MessagesBody, messages_call
+from midflight.gateway.dialects.resent import ResentBody, SentMessages
 from midflight.gateway.dialects.unread_fields import UnreadFields
+from midflight.gateway.sessions.request import Messages
+from midflight.text import Message
 from midflight.text.formats import ArgumentsPiece, CallPiece, ContentPiece, Piece, ReasoningPiece
 from midflight.types import FinishReason, Json
 from midflight.wire.edge import Fault, retry_headers
@@ -25,12 +28,21 @@ from midflight.wire.edge import Fault, retry_headers
 class MessagesExchange:
     """One request."""
 
-    def __init__(self, body: bytes) -> None:
+    def __init__(self, body: bytes, resent: ResentBody | None = None) -> None:
+        """`resent` says that the body begins as an earlier one did."""
         self.unread = UnreadFields()
-        parsed = parse(MessagesBody, body, unread=self.unread)
+        parsed = parse(MessagesBody, resent.short if resent else body, unread=self.unread)
         self._token_ids = bool(parsed.return_token_ids)
         self._stream: BlockStream | None = None
-        self.call = messages_call(parsed, self.unread)
+        self.sent = SentMessages.of(body, resent, lambda: MessagesExchange(body).messages)
+        self.call = messages_call(parsed, self.unread, self.sent)
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """Its conversation."""
+        source = self.call.sources[0]
+        assert isinstance(source, Messages), "a chat is made of messages"
+        return source.messages
 
     def whole(self, reply: Reply, answers: Sequence[Answer]) -> Json:
         answer = answers[0]

@@ -13,6 +13,7 @@ from pydantic import Field, JsonValue
 from midflight.errors import RequestRejected
 from midflight.gateway.dialects import chat_messages, fields, unread_fields
 from midflight.gateway.dialects.constraints import schema_grammar
+from midflight.gateway.dialects.resent import SentMessages
 from midflight.gateway.dialects.sampling_fields import SamplingFields
 from midflight.gateway.dialects.schemas import check_schema
 from midflight.gateway.dialects.tool_bodies import (
@@ -66,16 +67,19 @@ class BlockReader:
     def __init__(self, unread: UnreadFields) -> None:
         self._unread = unread
 
-    def conversation(self, system: JsonValue, messages: Sequence[Block]) -> tuple[Message, ...]:
-        """The whole conversation, the system text first. Raises `RequestRejected` that names the
-        block.
+    def system(self, system: JsonValue) -> tuple[Message, ...]:
+        """The message of the system text, if there is one."""
+        if system is None:
+            return ()
+        text = _text(self._blocks(system, _BLOCKS["system"], "system"))
+        return ({"role": "system", "content": text},) if text else ()
+
+    def conversation(self, messages: Sequence[Block], first: int) -> tuple[Message, ...]:
+        """The conversation without the system text. `first` is the place of its first message.
+        Raises `RequestRejected` that names the block.
         """
         found: list[Message] = []
-        if system is not None:
-            text = _text(self._blocks(system, _BLOCKS["system"], "system"))
-            if text:
-                found.append({"role": "system", "content": text})
-        for place, message in enumerate(messages):
+        for place, message in enumerate(messages, first):
             found += self._messages(message, f"messages.{place}")
         return tuple(found)
 
@@ -180,6 +184,12 @@ class BlockReader:
         lines = [line for line in heading if isinstance(line, str) and line]
         lines.append(_text(self._blocks(content, ("text",), place)))
         return "\n".join(lines)
+
+
+def _conversation(
+    messages: Sequence[Block], unread: UnreadFields, first: int = 0
+) -> tuple[Message, ...]:
+    return BlockReader(unread).conversation(messages, first)
 
 
 def _assistant(blocks: Sequence[Block], param: str) -> Message:
@@ -307,13 +317,22 @@ class PromptBody(fields.RequestBody):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
 
-    def prompt(self, unread: UnreadFields) -> Messages:
-        """The prompt. Raises `RequestRejected` that names the field at fault."""
+    def prompt(self, unread: UnreadFields, sent: SentMessages | None = None) -> Messages:
+        """The prompt. `sent` says which messages were read before. Raises `RequestRejected` that
+        names the field at fault.
+        """
         tools = tools_of(placed(self.tools)) if self.tools else ()
-        messages = BlockReader(unread).conversation(self.system, self.messages)
+        head = BlockReader(unread).system(self.system)
+        num_left = 0
+        messages: Sequence[Message]
+        if sent is None:
+            messages = (*head, *_conversation(self.messages, unread))
+        else:
+            messages, num_left = sent.read(self.messages, _conversation, unread, head=head)
         options = self._options()
         opens = messages[-1]["role"] == "assistant"
-        return Messages(messages, tools, options, chat_messages.ending(messages, opens=opens))
+        ending = chat_messages.ending(messages, opens=opens)
+        return Messages(messages, tools, options, ending, num_left)
 
     def _options(self) -> dict[str, Json]:
         """Options for the chat template. A template that does not read them writes the same text as
@@ -381,8 +400,14 @@ class MessagesBody(_ANTHROPIC.on(PromptBody)):
         return schema_grammar(form.json_schema, f"{param}.schema")
 
 
-def messages_call(body: MessagesBody, unread: UnreadFields) -> CompletionCall:
-    """The call that a body asks for. Raises `RequestRejected` if its fields contradict each other."""
+def messages_call(
+    body: MessagesBody,
+    unread: UnreadFields,
+    sent: SentMessages | None = None,
+) -> CompletionCall:
+    """The call that a body asks for. `sent` says which messages were read before. Raises
+    `RequestRejected` if its fields contradict each other.
+    """
     if body.thread is not None:
         raise ThreadRefused(
             (
@@ -391,7 +416,7 @@ def messages_call(body: MessagesBody, unread: UnreadFields) -> CompletionCall:
             ),
             param="thread",
         )
-    prompt = body.prompt(unread)
+    prompt = body.prompt(unread, sent)
     choice, forced = body.choice(prompt.tools)
     one_call = body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use
     return CompletionCall(

@@ -395,6 +395,15 @@ class UnreadFields:
                 param=param[:MAX_NAME],
             )
 
+    def add(self, other: "UnreadFields") -> None:
+        """Notes what another part of the same request holds."""
+        for name, known in other.fields.items():
+            self.note(name, known=known)
+        self.refusal = self.refusal or other.refusal
+
+    def copy(self) -> "UnreadFields":
+        return UnreadFields(dict(self.fields), self.refusal)
+
     def also(self, param: str) -> "UnreadFields":
         """Notes a field that is found after all others were counted. Returns an `UnreadFields` with only
         that field.

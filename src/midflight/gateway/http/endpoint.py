@@ -4,16 +4,20 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Self
+from typing import Self, cast
+from weakref import WeakKeyDictionary
 
 from starlette.types import Receive, Scope, Send
 
-from midflight.errors import first_error
+from midflight.errors import RequestRejected, first_error
 from midflight.gateway.answers.gateway import Gateway
 from midflight.gateway.answers.readers import Ongoing, Reader, Requests, RetryTicket, retry_ticket
-from midflight.gateway.dialects.exchange import Dialect, Exchange, Reply
+from midflight.gateway.dialects import resent
+from midflight.gateway.dialects.exchange import Dialect, Exchange, Reply, ResumableExchange
+from midflight.gateway.dialects.resent import KnownBodies, SentMessages
 from midflight.gateway.http.answer_stream import AnswerStream, WholeAnswer
 from midflight.gateway.sessions.request_clock import OpenRequest
+from midflight.gateway.sessions.seams import Seam
 from midflight.gateway.sessions.session import Session
 from midflight.wire import edge
 
@@ -31,6 +35,8 @@ class CompletionEndpoint:
         self._requests: Requests = gateway.requests
         self._dialect = dialect
         self._now = now
+        self._known: WeakKeyDictionary[Session, KnownBodies] = WeakKeyDictionary()
+        """The last bodies of the sessions whose agents send the whole conversation again."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Waits for the body, then for the answer. The client's disconnection ends these waits. The
@@ -50,13 +56,13 @@ class CompletionEndpoint:
             exchange = self._exchange(scope, body, session, key=key)
             if exchange.unread.fields or exchange.unread.refusal is not None:
                 self._gateway.pass_over(exchange.unread, path=self._dialect.path)
-            await self._gateway.check_lengths(exchange.call, num_bytes=len(body))
+            await self._gateway.check_lengths(exchange.call, num_bytes=_num_new(exchange, body))
             session_id = session.known_as if session.key is not None else None
             asked = retry_ticket(
                 headers, session_id=session_id, api_key=key, path=self._dialect.path, body=body
             )
             original = self._requests.find(asked, now=_loop_time())
-            ongoing = original or self._begin(session, exchange, asked)
+            ongoing = original or self._begin(session, exchange, asked, body)
             await self._visit(
                 ongoing,
                 exchange,
@@ -83,15 +89,39 @@ class CompletionEndpoint:
             return dialect.keeping(body, self._gateway.kept_for(session, key))
         if dialect.addressed is not None:
             return dialect.addressed(body, edge.query_of(scope) | scope["path_params"])
-        return dialect.exchange(body)
+        return self._resumed(session, body) or dialect.exchange(body)
+
+    def _resumed(self, session: Session, body: bytes) -> Exchange | None:
+        """The request of a body that begins as an earlier one of its session did. `None` if all of
+        the body must be read.
+        """
+        resumed = self._dialect.resumed
+        known = self._known.get(session) if resumed is not None else None
+        found = known.find(body) if known is not None else None
+        if resumed is not None and found is not None:
+            try:
+                return resumed(body, found)
+            except RequestRejected:
+                return None  # the whole body says what is wrong with it, and where
+        return None
 
     def _failed(self, session: Session | None, error: Exception) -> None:
         edge.log_unexpected(error)
         self._gateway.failed(session, error)
 
-    def _begin(self, session: Session, exchange: Exchange, asked: RetryTicket | None) -> Ongoing:
+    def _begin(
+        self, session: Session, exchange: Exchange, asked: RetryTicket | None, body: bytes
+    ) -> Ongoing:
         self._requests.check_room()
+        resumable = self._dialect.resumed is not None and session.key is not None
+        resumable = resumable and len(body) >= resent.LEAST_BYTES
+        if resumable:
+            session.keep_seams()
         job = self._gateway.prepare(session, exchange.call)
+        seam = job.answers[0].prompt.seam
+        if resumable and isinstance(seam, Seam):
+            known = self._known.setdefault(session, KnownBodies())
+            known.keep(body, cast(ResumableExchange, exchange).sent, seam)
         if job.loose:
             self._gateway.pass_over(exchange.unread.also("tools.strict"), path=self._dialect.path)
         ongoing = Ongoing(
@@ -197,6 +227,14 @@ class DisconnectWatch:
         """Waits for the client's disconnection; cancelled when it has received the answer."""
         await edge.until_gone(self._receive)
         self._reader.go()
+
+
+def _num_new(exchange: Exchange, body: bytes) -> int:
+    """The bytes of a body that were read. The prompt of what was read before has been counted."""
+    sent: SentMessages | None = getattr(exchange, "sent", None)
+    if sent is None or sent.resent is None:
+        return len(body)
+    return len(sent.resent.short)
 
 
 def _loop_time() -> float:

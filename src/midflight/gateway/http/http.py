@@ -52,9 +52,16 @@ def _of_google(verb: str, exchange: type[ContentsExchange]) -> Dialect:
 
 
 DIALECTS = (
-    Dialect("/v1/chat/completions", ParsedBodyCache(ChatExchange)),
+    Dialect("/v1/chat/completions", ParsedBodyCache(ChatExchange), resumed=ChatExchange),
     Dialect("/v1/completions", CompletionExchange),
-    Dialect("/v1/messages", MessagesExchange, fault=messages_fault, named_events=True, done=b""),
+    Dialect(
+        "/v1/messages",
+        MessagesExchange,
+        resumed=MessagesExchange,
+        fault=messages_fault,
+        named_events=True,
+        done=b"",
+    ),
     Dialect(
         "/v1/responses",
         ResponsesExchange,

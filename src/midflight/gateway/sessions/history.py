@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TypeAlias, cast
+from typing import Protocol, TypeAlias, cast
 
 import msgspec
 
@@ -35,21 +35,14 @@ from midflight.types import (
     digests,
 )
 from midflight.types.rollouts import TurnRecord
-
-_ID_BYTES = 4
-
-
-def packed(token_ids: Sequence[int]) -> bytes:
-    """Ids as little-endian int32: prefixes of ids are prefixes of bytes."""
-    return struct.pack(f"<{len(token_ids)}i", *token_ids)
-
+from midflight.types.token_ids import ID_BYTES as _ID_BYTES
+from midflight.types.token_ids import AnyIds, SharedIds, packed, unpacked
 
 _id = struct.Struct("<i").pack
 """One id, in the form of `packed`."""
 
-
-def unpacked(data: bytes) -> tuple[int, ...]:
-    return struct.unpack(f"<{len(data) // _ID_BYTES}i", data)
+HashState: TypeAlias = "hashlib.blake2b"
+"""A digest that can go on with more bytes."""
 
 
 def text_digest(text: str) -> bytes:
@@ -57,18 +50,92 @@ def text_digest(text: str) -> bytes:
     return hashlib.blake2b(_bytes(text), digest_size=16).digest()
 
 
-def beginnings(text: str, lengths: Iterable[int]) -> dict[int, bytes]:
-    """`text_digest` of the first n letters, for each n of `lengths` that is not beyond the text. It
-    takes one pass over the text.
+class NotAtHand(Exception):
+    """A part of a conversation is needed that was not written again."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Written:
+    """The text of a conversation, from letter `start` on. Places count from the first letter of the
+    whole text. Whoever needs a letter before `start` gets `NotAtHand`.
     """
-    state = hashlib.blake2b(digest_size=16)
-    start = 0
-    found: dict[int, bytes] = {}
-    for length in sorted(n for n in set(lengths) if n <= len(text)):
-        state.update(_bytes(text[start:length]))
-        found[length] = state.copy().digest()
-        start = length
-    return found
+
+    tail: str
+    start: int = 0
+    state: HashState | None = None
+    """The digest of the text before `start`, if it has any."""
+
+    def __len__(self) -> int:
+        """The length of the whole text."""
+        return self.start + len(self.tail)
+
+    @property
+    def whole(self) -> str:
+        return self.after(0)
+
+    def after(self, place: int) -> str:
+        if place < self.start:
+            raise NotAtHand
+        return self.tail[place - self.start :]
+
+    def between(self, first: int, last: int) -> str:
+        if first < self.start:
+            raise NotAtHand
+        return self.tail[first - self.start : max(first, last) - self.start]
+
+    def ending(self, place: int) -> str:
+        """The end of the text before this place, at least as much of it as is not blank."""
+        found = self.tail[: max(0, place - self.start)]
+        if self.start and not found.strip():
+            raise NotAtHand
+        return found
+
+    def find(self, part: str, place: int) -> int:
+        """The first place of a part from `place` on; -1 if there is none."""
+        if place < self.start:
+            raise NotAtHand
+        at = self.tail.find(part, place - self.start)
+        return at if at < 0 else at + self.start
+
+    def beginnings(self, lengths: Iterable[int]) -> dict[int, bytes]:
+        """`text_digest` of the first n letters, for each n of `lengths` that is not beyond the
+        text. It takes one pass over the text.
+        """
+        state = self._before()
+        start = self.start
+        found: dict[int, bytes] = {}
+        for length in sorted(n for n in set(lengths) if n <= len(self)):
+            if length < self.start:
+                raise NotAtHand
+            state.update(_bytes(self.between(start, length)))
+            found[length] = state.copy().digest()
+            start = length
+        return found
+
+    def state_at(self, place: int) -> HashState:
+        """The digest of the text before this place, which can go on."""
+        if place < self.start:
+            raise NotAtHand
+        state = self._before()
+        state.update(_bytes(self.tail[: place - self.start]))
+        return state
+
+    @property
+    def digest(self) -> bytes:
+        """`text_digest` of the whole text."""
+        return self.state_at(len(self)).digest()
+
+    def _before(self) -> HashState:
+        return hashlib.blake2b(digest_size=16) if self.state is None else self.state.copy()
+
+
+class PromptSeam(Protocol):
+    """The part of a seam that a prompt fills."""
+
+    @property
+    def states(self) -> dict[bytes, HashState]:
+        """The digests of the prompt's ids, by what comes before them."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,9 +144,11 @@ class Prompt:
     alike may share a prompt.
     """
 
-    ids: tuple[int, ...]
+    ids: AnyIds
     text: str | None
-    """The text as rendered or sent. `None` for a prompt of ids."""
+    """The text as rendered or sent. `None` for a prompt of ids, and for one of which only the end
+    was written (`written`).
+    """
     history: bytes | None = None
     """The digest of its messages, for a chat."""
     parent: Node | None = None
@@ -93,14 +162,53 @@ class Prompt:
     """The content of its last message, if the answer continues that message. `history` then covers
     only the messages before it.
     """
+    own_tail: bytes | None = None
+    """Its `tail`, if it is known by itself."""
+    written: Written | None = None
+    """The end of its text, if the beginning was not written again."""
+    before: Mapping[bytes, HashState] = field(default_factory=dict[bytes, HashState])
+    """The digests of the ids of the parent's prompt, by what comes before the ids."""
+    seam: PromptSeam | None = None
+    """What the next prompt needs if it begins with the same messages (`seams.Seam`)."""
 
     @cached_property
     def name(self) -> bytes:
         """The digest of its ids."""
-        return _hashed(self.packed)
+        return self.digest_after(b"", size=16)
+
+    def digest_after(self, label: bytes, *, size: int) -> bytes:
+        """The digest of `label` and then the ids, in so many bytes. If the parent's prompt was
+        asked for the same, only what came since is digested.
+        """
+        before = self.before.get(label)
+        if before is None or self.parent is None:
+            state = hashlib.blake2b(label, digest_size=size)
+            state.update(self.packed)
+        else:
+            state = before.copy()
+            state.update(self.parent.output)
+            state.update(self.tail)
+        if self.seam is not None:
+            self.seam.states[label] = state
+        return state.digest()
+
+    def is_like(self, other: Prompt) -> bool:
+        """True if both are the prompt of one conversation."""
+        return (
+            self.ids == other.ids
+            and self.digest == other.digest
+            and self.history == other.history
+            and self.parent is other.parent
+            and self.respelled == other.respelled
+            and self.rewritten == other.rewritten
+        )
+
+    @property
+    def packed(self) -> bytes:
+        return self.ids.packed if isinstance(self.ids, SharedIds) else self._packed
 
     @cached_property
-    def packed(self) -> bytes:
+    def _packed(self) -> bytes:
         return packed(self.ids)
 
     @cached_property
@@ -108,11 +216,31 @@ class Prompt:
         """Its ids beyond those of the turn that it continues, packed. The choices of one request
         share the object.
         """
+        if self.own_tail is not None:
+            return self.own_tail
         start = 0 if self.parent is None else self.parent.end * _ID_BYTES
         return self.packed[start:]
 
+    @property
+    def new_ids(self) -> Sequence[int]:
+        """Its ids beyond those of the turn that it continues, or all."""
+        return self.ids if self.own_tail is None else unpacked(self.own_tail)
+
+    @property
+    def ending(self) -> str | None:
+        """The end of its text, by which an answer is read. `None` for a prompt of ids."""
+        return self.text if self.written is None else self.written.tail
+
+    @property
+    def num_letters(self) -> int:
+        """The length of its text. It is 0 for a prompt of ids."""
+        return len(self.text or "") if self.written is None else len(self.written)
+
     @cached_property
     def digest(self) -> bytes | None:
+        """The digest of its text, if it has one."""
+        if self.written is not None:
+            return self.written.digest
         return None if self.text is None else text_digest(self.text)
 
 
@@ -157,6 +285,8 @@ class Node:
     digest: bytes = digests.NOTHING
     """The digest of the turn and of all turns before it."""
     children: list[Node] = field(default_factory=list["Node"])
+    number: int = 0
+    """Its place among all turns of its rollout."""
 
     @classmethod
     def of(
@@ -189,7 +319,7 @@ class Node:
             num_overshoot=turn.num_overshoot,
             respelled=prompt.respelled,
             prompt_digest=prompt.digest,
-            num_letters=len(prompt.text or ""),
+            num_letters=prompt.num_letters,
             reply_digest=text_digest(reply),
             num_reply_letters=len(reply),
             kept=b"".join(turn.kept),
@@ -265,9 +395,14 @@ class Node:
         return found[::-1]
 
     @property
+    def parts(self) -> list[bytes]:
+        """The ids of prompt and output, packed, in the parts that the turns of the path have."""
+        return [part for node in self.path for part in (node.tail, node.output)]
+
+    @property
     def packed_ids(self) -> bytes:
         """The ids of prompt and output, packed."""
-        return b"".join(part for node in self.path for part in (node.tail, node.output))
+        return b"".join(self.parts)
 
     def columns(self, *, trained: bool, turn: int) -> tuple[bytes, ...]:
         """Its part of each column of a row, without the ids: zeros for the tokens that the model
@@ -352,13 +487,22 @@ class History:
     """A conversation in digests."""
 
     chain: tuple[bytes, ...]
-    """Entry k names the first k + 1 messages."""
+    """Entry k names the messages up to the k-th one from `start` on."""
     replies: dict[int, bytes]
-    """The digest of each assistant message by itself, by its place."""
+    """The digest of each assistant message from `start` on by itself, by its place."""
+    start: int = 0
+    opening: bytes = b""
+    """The digest of the messages before `start`."""
+    calls: Mapping[str, int] = field(default_factory=dict[str, int])
+    """The positions, by id, of the calls of the last assistant message."""
+
+    def through(self, place: int) -> bytes:
+        """The digest of the messages up to this one."""
+        return self.chain[place - self.start]
 
     def before(self, place: int) -> bytes:
         """The digest of the messages before a place."""
-        return self.chain[place - 1] if place else EMPTY
+        return self.chain[place - 1 - self.start] if place > self.start else self.opening
 
     def begun(self, messages: Sequence[Message], ending: Ending) -> tuple[History, str]:
         """The history that an answer is recorded under, and the content that its message already
@@ -373,23 +517,41 @@ class History:
 
     @property
     def end(self) -> bytes:
-        return self.before(len(self.chain))
+        return self.before(self.start + len(self.chain))
+
+    def then(self, more: History) -> History:
+        """This conversation and what was read after it."""
+        return History(
+            self.chain + more.chain,
+            self.replies | more.replies,
+            self.start,
+            self.opening,
+            more.calls,
+        )
+
+    @property
+    def closed(self) -> History:
+        """What is needed of it to go on: its end."""
+        return History((), {}, self.start + len(self.chain), self.end, self.calls)
 
 
-def read(messages: Sequence[Message]) -> History:
+def read(messages: Sequence[Message], *, since: History | None = None) -> History:
     """Digests a conversation. A tool's result names the call that it answers by its position, since
-    clients choose their own ids.
+    clients choose their own ids. With `since`, the messages are those after that conversation.
     """
+    before = since or History((), {})
+    first = before.start + len(before.chain)
+    opening = before.end
     chain: list[bytes] = []
     replies: dict[int, bytes] = {}
-    calls: dict[str, int] = {}
-    for place, message in enumerate(messages):
+    calls = before.calls
+    for place, message in enumerate(messages, first):
         own = digest(message, calls)
-        chain.append(linked(chain[-1] if chain else EMPTY, own))
+        chain.append(linked(chain[-1] if chain else opening, own))
         if message.get("role") == "assistant":
             replies[place] = own
             calls = _positions(message.get("tool_calls"))
-    return History(tuple(chain), replies)
+    return History(tuple(chain), replies, first, opening, calls)
 
 
 def assistant_reply(message: AssistantMessage) -> dict[str, Json]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
@@ -17,11 +17,13 @@ from midflight.types import Grammar, Json
 class Messages(msgspec.Struct, frozen=True):
     """A prompt to be written by the chat template."""
 
-    messages: tuple[Message, ...]
+    messages: Sequence[Message]
     tools: tuple[Tool, ...] = ()
     options: Mapping[str, Json] = {}
     """Options of the template itself, such as `enable_thinking`."""
     ending: Ending = Ending.TURN
+    num_left: int = 0
+    """So many of the last messages may come in another form when the conversation goes on."""
 
 
 @dataclass(frozen=True, slots=True)

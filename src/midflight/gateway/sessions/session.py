@@ -4,7 +4,6 @@ Synchronous.
 
 from __future__ import annotations
 
-import hashlib
 import re
 import secrets
 from collections import Counter
@@ -15,7 +14,7 @@ from typing import Protocol
 import msgspec
 
 from midflight.errors import RequestRejected
-from midflight.gateway.sessions.history import Prompt, RecordedTurns, packed
+from midflight.gateway.sessions.history import Prompt, RecordedTurns
 
 # The tests of the invariants import these two from here.
 from midflight.gateway.sessions.request import Asked as Asked
@@ -193,6 +192,10 @@ class Session:
         """Recorded turns of the rollout, over all roles."""
         return sum(len(session.tree.nodes) for session in self._all.values())
 
+    def keep_seams(self) -> None:
+        """From now on the prompts of chats keep what the next one needs if it begins alike."""
+        self.tree.keeps_seams = True
+
     def plan(self, source: Source) -> Prompt:
         match source:
             case Messages():
@@ -201,6 +204,7 @@ class Session:
                     tools=source.tools,
                     options=source.options,
                     ending=source.ending,
+                    num_left=source.num_left,
                 )
             case Text(text):
                 return self.tree.plan_text(text)
@@ -302,7 +306,7 @@ class Session:
             run_seed,
             self.key,
             occurrence=occurrence,
-            prompt_ids=prompt.packed,
+            prompt_ids=prompt,
             role=self.role_name,
         )
 
@@ -325,7 +329,7 @@ class Session:
         if turn.policy_sampled:
             self._room = answer.room if self._room is None else min(self._room, answer.room)
         if self.key is not None:
-            self.tree.record(
+            node = self.tree.record(
                 answer.prompt,
                 turn,
                 reply=reply,
@@ -333,6 +337,7 @@ class Session:
                 message=message,
                 sampling=answer.request.sampling,
             )
+            node.number = self.num_recorded - 1
         return True
 
     def abandoned(self, answer: AnswerInProgress) -> None:
@@ -432,16 +437,15 @@ def request_seed(
     key: RolloutKey,
     *,
     occurrence: int,
-    prompt_ids: tuple[int, ...] | bytes,
+    prompt_ids: tuple[int, ...] | Prompt,
     role: str = "",
 ) -> int:
-    """The seed of a rollout's request. It depends on the rollout, the role, the prompt and the
-    number of its earlier requests, never on the order of arrival. `prompt_ids` may be packed
-    already.
+    """The seed of a rollout's request. It depends on the rollout, the role, the ids of the prompt
+    and the number of its earlier requests, never on the order of arrival.
     """
     group = key.group
     kind = ("" if key.kind is Kind.TRAINING else f"{key.kind}|") + (f"{role}|" if role else "")
     label = f"{run_name}|{run_seed}|{kind}{group.epoch}|{group.index}|{group.attempt}|{key.sample}|{occurrence}|"
-    ids = prompt_ids if isinstance(prompt_ids, bytes) else packed(prompt_ids)
-    data = label.encode("ascii", "backslashreplace") + ids
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+    prompt = prompt_ids if isinstance(prompt_ids, Prompt) else Prompt(prompt_ids, None)
+    digest = prompt.digest_after(label.encode("ascii", "backslashreplace"), size=8)
+    return int.from_bytes(digest, "little")

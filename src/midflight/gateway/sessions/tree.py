@@ -12,8 +12,9 @@ it; in later rows the token is context.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeAlias, TypeVar
@@ -23,9 +24,11 @@ import numpy as np
 
 from midflight.errors import MidflightError
 from midflight.gateway.sessions import history as remembered
-from midflight.gateway.sessions.history import History, Node, Prompt
+from midflight.gateway.sessions.history import History, Node, NotAtHand, Prompt, Written
+from midflight.gateway.sessions.seams import ResentMessages, Seam, ShownMessages
 from midflight.text import Ending, Message, Tokenizer
 from midflight.text.formats import AssistantMessage, MessageFormat, Tool
+from midflight.text.template_loop import LoopPlace, LoopText, NotResumable
 from midflight.types import (
     Int32,
     Json,
@@ -36,7 +39,9 @@ from midflight.types import (
     UInt8,
     fill_unknown,
 )
+from midflight.types.token_ids import AnyIds, SharedIds
 
+_log = logging.getLogger(__name__)
 _Options: TypeAlias = Mapping[str, Json] | None
 _PROBE = "Zq7x"
 """Content that no template contains."""
@@ -45,6 +50,13 @@ _MAX_TWINS = 64
 """The most turns with the same messages that are read back. This is more than a usual best-of-n
 has, and costs some milliseconds.
 """
+
+_MAX_AGAIN = 8
+"""The most messages of a prompt that are kept, because the template goes on before them. Usually it
+is the last one.
+"""
+_NUM_TO_PROVE = 4
+"""So many prompts that are made of what is new are compared with those of the whole."""
 
 _MAX_KEPT = 256
 _MAX_KEPT_BYTES = 16_384
@@ -58,7 +70,7 @@ _encode = msgspec.json.Encoder().encode
 class Chat:
     """A conversation to be continued. `text` is its rendering by the template."""
 
-    text: str
+    text: Written
     messages: Sequence[Message]
     tools: Sequence[Tool] = ()
     options: Mapping[str, Json] = field(default_factory=dict[str, Json])
@@ -78,6 +90,8 @@ class Matcher:
         self._given_format = message_format
         self._first: OrderedDict[bytes, Prompt] = OrderedDict()
         """The prompts that conversations began with recently, the newest last."""
+        self.num_to_prove = _NUM_TO_PROVE
+        """The prompts made of what is new that are still to be compared; -1 after one differed."""
 
     def first(
         self,
@@ -103,6 +117,20 @@ class Matcher:
             self._first.popitem(last=False)
         return prompt
 
+    def proves(self, prompt: Prompt, whole: Callable[[], Prompt]) -> bool:
+        """True if a prompt that was made of what is new may be used. The first ones are compared
+        with the prompt of the whole conversation; one that differs ends the use of all.
+        """
+        if self.num_to_prove > 0:
+            self.num_to_prove -= 1
+            if not prompt.is_like(whole()):
+                self.num_to_prove = -1
+                _log.warning(
+                    "prompts are made of whole conversations from now on: the chat template wrote "
+                    "a conversation that went on otherwise than the whole of it."
+                )
+        return self.num_to_prove >= 0
+
     @cached_property
     def _format(self) -> MessageFormat:
         """Made only when needed: a session with one request never reads a reply back."""
@@ -123,17 +151,17 @@ class Matcher:
             return ""
         return text.rpartition(_PROBE)[2].strip() if _PROBE in text else ""
 
-    def verbatim(self, nodes: Iterable[Node], text: str) -> tuple[Node, str] | None:
+    def verbatim(self, nodes: Iterable[Node], text: Written) -> tuple[Node, str] | None:
         """The turn whose reply follows its prompt unchanged in the text, and the text after the
         reply.
         """
         for node in nodes:
             end = node.num_letters + node.num_reply_letters
-            written = text[node.num_letters : end]
+            written = text.between(node.num_letters, end)
             if remembered.text_digest(written) != node.reply_digest:
                 continue
-            if self._ends_there(node, text[end:]):
-                return node, self._rest(node, text[end:])
+            if self._ends_there(node, text.after(end)):
+                return node, self._rest(node, text.after(end))
         return None
 
     def reworded(self, nodes: Sequence[Node], chat: Chat, place: int) -> tuple[Node, str] | None:
@@ -143,10 +171,10 @@ class Matcher:
         for node in nodes[-_MAX_TWINS:]:
             end = self._end_of_message(node, chat, place)
             if end is not None and self._means_the_same(node, chat, end):
-                return node, self._rest(node, chat.text[end:])
+                return node, self._rest(node, chat.text.after(end))
         return None
 
-    def respelled(self, node: Node, text: str, rest: str, rest_ids: tuple[int, ...]) -> bool:
+    def respelled(self, node: Node, text: Written, rest: str, rest_ids: tuple[int, ...]) -> bool:
         """True if `text`, which continues `node` with `rest`, has other ids when it is tokenised
         anew.
 
@@ -159,7 +187,8 @@ class Matcher:
         output = remembered.unpacked(node.output)
         start = next((k for k in reversed(range(len(tail))) if tail[k] in specials), None)
         if start is None:
-            return self.tokenizer.encode(text) != remembered.unpacked(node.packed_ids) + rest_ids
+            ids = self.tokenizer.encode(text.whole)
+            return ids != remembered.unpacked(node.packed_ids) + rest_ids
         if output and output[-1] in specials:
             stop = 0
         else:
@@ -168,7 +197,7 @@ class Matcher:
         head = rest_ids[:stop]
         first = node.num_letters - len(self.tokenizer.decode(lead))
         last = len(text) - len(rest) + (len(self.tokenizer.decode(head)) if head else 0)
-        return self.tokenizer.encode(text[first:last]) != lead + output + head
+        return self.tokenizer.encode(text.between(first, last)) != lead + output + head
 
     def _ends_there(self, node: Node, tail: str) -> bool:
         """True if the message ends where the reply did, as far as the text shows it."""
@@ -183,13 +212,14 @@ class Matcher:
         if self.end_of_turn:
             at = chat.text.find(self.end_of_turn, node.num_letters)
             return None if at < 0 else at
+        text = chat.text.whole
         try:
             written = self.tokenizer.render(
                 chat.messages[: place + 1], tools=chat.tools_as_json, options=chat.options
             )
         except MidflightError:  # the template takes the whole conversation, but none that ends here
             return None
-        if not chat.text.startswith(written) or len(written) < node.num_letters:
+        if not text.startswith(written) or len(written) < node.num_letters:
             return None
         return len(written)
 
@@ -197,8 +227,8 @@ class Matcher:
         """True if the text up to `end` means the same as the recorded reply. Calls are read in
         both, whether the agent saw them as calls or as content.
         """
-        prompt = chat.text[: node.num_letters]
-        written = chat.text[node.num_letters : end]
+        prompt = chat.text.ending(node.num_letters)
+        written = chat.text.between(node.num_letters, end)
         said = self.tokenizer.decode(
             remembered.unpacked(node.output), skip_special=True, keep=self._format.kept_token_ids
         )
@@ -253,6 +283,10 @@ class TokenTree:
         """Digests of the conversations that were answered."""
         self._unread: list[tuple[Prompt, Node, AssistantMessage]] = []
         """Turns that are not yet in the three collections above."""
+        self._own = object()
+        """Stands for this tree."""
+        self.keeps_seams = False
+        """True if its prompts keep what the next one needs if it begins with the same messages."""
         self.nodes: list[Node] = []
         self.num_branches = 0
         """Turns beside a turn of another request: a second root, or a second child of a turn."""
@@ -268,7 +302,9 @@ class TokenTree:
 
     def emptied(self) -> TokenTree:
         """A new, empty tree for the same session."""
-        return TokenTree(self._tokenizer, matcher=self._matcher)
+        tree = TokenTree(self._tokenizer, matcher=self._matcher)
+        tree.keeps_seams = self.keeps_seams
+        return tree
 
     def plan_chat(
         self,
@@ -277,38 +313,154 @@ class TokenTree:
         tools: Sequence[Tool] = (),
         options: _Options = None,
         ending: Ending = Ending.TURN,
+        num_left: int = 0,
     ) -> Prompt:
         """The prompt of a conversation: the ids of the longest recorded prefix, then the rest
-        tokenised.
+        tokenised. The last `num_left` messages may come in another form when it goes on.
         """
+        goes_on = ending is Ending.TURN and self._matcher.num_to_prove >= 0
+        if goes_on and isinstance(messages, ResentMessages):
+            prompt = self._plan_on(messages, tools, options, num_left)
+            if prompt is not None and self._matcher.proves(
+                prompt, lambda: self._plan_whole(messages, tools, options, ending, num_left)
+            ):
+                return prompt
+        return self._plan_whole(messages, tools, options, ending, num_left)
+
+    def _plan_whole(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        options: _Options,
+        ending: Ending,
+        num_left: int,
+    ) -> Prompt:
+        """The prompt of a conversation that is read from its first message on."""
+        if isinstance(messages, ResentMessages):
+            messages = messages.whole
         written = [tool.as_json() for tool in tools] or None
         if not self.nodes or all(message.get("role") != "assistant" for message in messages):
             first = self._matcher.first(messages, tools=written, options=options, ending=ending)
             parent = self._longest_prefix(first.ids)
             return first if parent is None else replace(first, parent=parent)
-        text = self._tokenizer.prompt(messages, tools=written, options=options, ending=ending)
-        read = remembered.read(messages)
-        self._read()
-        found = self._continued(Chat(text, messages, tools, options or {}), read)
-        history, begun = read.begun(messages, ending)
+        cut = len(messages) - num_left
+        steady = remembered.read(messages[:cut])
+        read = steady.then(remembered.read(messages[cut:], since=steady))
+        found: LoopText | None = None
+        if self.keeps_seams and ending is Ending.TURN:
+            found = self._watched(messages, written, options, num_left)
         if found is None:
+            text = self._tokenizer.prompt(messages, tools=written, options=options, ending=ending)
+        else:
+            text = found.text
+        self._read()
+        chat = Chat(Written(text), messages, tools, options or {})
+        history, begun = read.begun(messages, ending)
+        prompt = self._continuing(chat, read, history)
+        if prompt is None:
             ids = self._tokenizer.encode(text)
-            return Prompt(
+            prompt = Prompt(
                 ids,
                 text,
                 history.end,
                 self._longest_prefix(ids),
                 rewritten=self._is_rewritten(history, since=0),
-                begun=begun,
             )
-        node, rest, place = found
-        rewritten = self._is_rewritten(history, since=place + 1)
-        prompt = self._going_on(node, text, rest, history=history.end, rewritten=rewritten)
-        return replace(prompt, begun=begun) if begun else prompt
+        if begun:
+            prompt = replace(prompt, begun=begun)
+        if found is None or found.place is None or _is_far(found.place, cut):
+            return prompt
+        shown = ShownMessages.of(messages, last=max(0, found.place.item - 2))
+        return self._with_seam(prompt, chat, steady, found.place, shown)
+
+    def _plan_on(
+        self, messages: ResentMessages, tools: Sequence[Tool], options: _Options, num_left: int
+    ) -> Prompt | None:
+        """The prompt of a conversation that begins as an earlier prompt did, made of what is new.
+        `None` if the whole conversation must be read: the client did not continue that prompt's
+        answer, or the template cannot go on. It is the prompt that the whole conversation would
+        give.
+        """
+        seam = messages.seam
+        if seam.owner is not self._own or seam.tools != tuple(tools):
+            return None
+        if seam.options != (options or {}):
+            return None
+        shown = seam.messages.grown(messages.new)
+        if shown is None:
+            return None
+        written = [tool.as_json() for tool in tools] or None
+        try:
+            found = self._tokenizer.write_on(
+                shown, tools=written, options=options, since=seam.place, num_left=num_left
+            )
+            text = Written(found.text, found.start, seam.text_state)
+            new = messages.new
+            cut = max(0, len(new) - num_left)
+            steady = remembered.read(new[:cut], since=seam.history)
+            history = steady.then(remembered.read(new[cut:], since=steady))
+            self._read()
+            chat = Chat(text, messages, tools, options or {})
+            prompt = self._continuing(chat, history, history, seam)
+        except (NotResumable, NotAtHand):
+            return None
+        # an answer is read by the end of the prompt's text
+        if prompt is None or not found.text.strip():
+            return None
+        if found.place is None or _is_far(found.place, len(messages) - num_left):
+            return prompt
+        return self._with_seam(prompt, chat, steady, found.place, shown)
+
+    def _watched(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None,
+        options: _Options,
+        num_left: int,
+    ) -> LoopText | None:
+        """The text of a conversation, and where the template can go on. `None` if it cannot be
+        watched.
+        """
+        try:
+            return self._tokenizer.write_on(
+                messages, tools=tools, options=options, num_left=num_left
+            )
+        except NotResumable:
+            return None
+
+    def _with_seam(
+        self,
+        prompt: Prompt,
+        chat: Chat,
+        steady: History,
+        place: LoopPlace,
+        shown: ShownMessages | None,
+    ) -> Prompt:
+        """The prompt with what the next one needs. `steady` are the messages that will come in the
+        same form.
+        """
+        if shown is None:
+            return prompt
+        history = steady.closed
+        # a message of the list of tools may stand before the first one
+        last = max(0, place.item - 2)
+        seam = Seam(
+            owner=self._own,
+            tools=tuple(chat.tools),
+            options=chat.options,
+            history=history,
+            place=place,
+            text_state=chat.text.state_at(place.num_letters),
+            messages=shown.between(last, history.start),
+            parent=prompt.parent,
+            tail=prompt.tail,
+        )
+        return replace(prompt, seam=seam, own_tail=seam.tail)
 
     def plan_text(self, text: str) -> Prompt:
         """The prompt of a text completion. A text that continues a recorded one reuses its ids."""
-        starts = remembered.beginnings(text, (node.num_letters for node in self.nodes))
+        written = Written(text)
+        starts = written.beginnings(node.num_letters for node in self.nodes)
         ends: list[tuple[int, Node]] = []
         for node in self.nodes:
             digest = node.prompt_digest
@@ -321,7 +473,7 @@ class TokenTree:
             ids = self._tokenizer.encode(text)
             return Prompt(ids, text, parent=self._longest_prefix(ids))
         length, node = max(ends, key=lambda pair: pair[0])
-        return self._going_on(node, text, text[length:])
+        return self._going_on(node, written, text[length:])
 
     def plan_ids(self, token_ids: Sequence[int]) -> Prompt:
         ids = tuple(token_ids)
@@ -340,7 +492,7 @@ class TokenTree:
         """Adds a finished turn. `turn.prompt_ids` are the ids of `prompt`, and `sampling` are the
         parameters of its request.
         """
-        assert turn.prompt_ids == prompt.ids, (
+        assert turn.prompt_ids is prompt.ids or turn.prompt_ids == prompt.ids, (
             "I4: the turn was sampled from the ids that were planned"
         )
         node = Node.of(prompt, turn, reply=reply, request=request, sampling=sampling)
@@ -382,11 +534,10 @@ class TokenTree:
         """
         known: list[tuple[int, list[Node]]] = []
         for place in reversed(history.replies):
-            nodes = self._by_history.get(history.chain[place])
+            nodes = self._by_history.get(history.through(place))
             if nodes:
                 known.append((place, nodes))
-        lengths = [node.num_letters for _, nodes in known for node in nodes]
-        starts = remembered.beginnings(chat.text, lengths)
+        starts = chat.text.beginnings(node.num_letters for _, nodes in known for node in nodes)
         for rank, (place, nodes) in enumerate(known):
             begun = [node for node in nodes if starts.get(node.num_letters) == node.prompt_digest]
             found = self._matcher.verbatim(begun, chat.text)
@@ -407,30 +558,56 @@ class TokenTree:
             if place >= since
         )
 
+    def _continuing(
+        self, chat: Chat, read: History, history: History, seam: Seam | None = None
+    ) -> Prompt | None:
+        """The prompt of a conversation that continues a recorded turn. `None` if it continues none.
+        `read` are all its messages, `history` those that an answer is recorded under.
+        """
+        found = self._continued(chat, read)
+        if found is None:
+            return None
+        node, rest, place = found
+        rewritten = self._is_rewritten(history, since=place + 1)
+        return self._going_on(
+            node, chat.text, rest, history=history.end, rewritten=rewritten, seam=seam
+        )
+
     def _going_on(
         self,
         node: Node,
-        text: str,
+        text: Written,
         rest: str,
         *,
         history: bytes | None = None,
         rewritten: bool = False,
+        seam: Seam | None = None,
     ) -> Prompt:
         last = remembered.unpacked((node.output or node.tail)[-4:])
         rest_ids = (
             self._tokenizer.encode_after(last[0], rest) if last else self._tokenizer.encode(rest)
         )
         respelled = node.respelled or self._matcher.respelled(node, text, rest, rest_ids)
+        tail = remembered.packed(rest_ids)
+        is_whole = text.start == 0
         return Prompt(
-            remembered.unpacked(node.packed_ids) + rest_ids,
-            text,
+            SharedIds(
+                node.end + len(rest_ids),
+                lambda: (*node.parts, tail),
+                after=node.number,
+                tail=tail,
+            ),
+            text.tail if is_whole else None,
             history,
             node,
             respelled,
             rewritten,
+            own_tail=tail,
+            written=None if is_whole else text,
+            before=seam.states if seam is not None and seam.is_of(node) else {},
         )
 
-    def _longest_prefix(self, ids: tuple[int, ...]) -> Node | None:
+    def _longest_prefix(self, ids: AnyIds) -> Node | None:
         """The longest recorded turn that these ids continue. Only the children of turns that the
         ids continue are looked at.
         """
@@ -452,6 +629,11 @@ class TokenTree:
                     best = node
                     best_end = end
         return best
+
+
+def _is_far(place: LoopPlace, num_messages: int) -> bool:
+    """True if a template would have to write too many of the messages again."""
+    return num_messages - place.item > _MAX_AGAIN
 
 
 class Harvest(msgspec.Struct, frozen=True, eq=False):
