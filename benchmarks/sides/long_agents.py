@@ -90,6 +90,7 @@ def trained_tokenizer() -> Tokenizer:
     backend.train([str(page) for page in sorted(PAGES.glob("*.md"))], trainer)
     backend.add_special_tokens([AddedToken(text, special=True) for text in SPECIALS])
     end = backend.token_to_id(END)
+    assert end is not None
     template = ChatTemplate(TEMPLATE, {"eos_token": END})
     return Tokenizer(backend, template=template, eos_token_ids=frozenset({end}))
 

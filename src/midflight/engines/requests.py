@@ -9,6 +9,7 @@ import numpy as np
 from midflight.errors import ContextExceeded, RequestRejected
 from midflight.types import Feature, GenerateRequest, Int32, SamplingParams
 from midflight.types.generation import MAX_BIASES, RANGED, ranged_values
+from midflight.types.token_ids import AnyIds
 
 
 def check_request(request: GenerateRequest, *, vocab_size: int, max_context: int) -> None:
@@ -109,7 +110,7 @@ def _refused(param: str, value: object, expected: str) -> RequestRejected:
     return RequestRejected(f"sampling: {param} is {value!r}. Send {expected}.", param=param)
 
 
-def _check_ids(param: str, ids: tuple[int, ...], vocab_size: int) -> None:
+def _check_ids(param: str, ids: AnyIds, vocab_size: int) -> None:
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         bad = next(i for i in ids if not 0 <= i < vocab_size)
         raise RequestRejected(

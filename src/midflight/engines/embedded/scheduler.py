@@ -23,6 +23,7 @@ from midflight.engines.streams import StepOutput
 from midflight.errors import RequestRejected
 from midflight.models.routing import Routers
 from midflight.types import Finish, FinishReason, PauseMode, Version
+from midflight.types.token_ids import AnyIds
 
 Ints = NDArray[np.int64]
 _ABORT = Finish(FinishReason.ABORT)
@@ -67,7 +68,7 @@ class Scheduler:
         """The step in which each slot ran last, if steps have room for some whole
         sequences only.
         """
-        self._leaders: dict[tuple[int, ...], int] = {}
+        self._leaders: dict[AnyIds, int] = {}
         """The slot that computes each prompt that other requests wait for."""
         self._left = set[int]()
         """Slots whose sequences have ended, and are not among the prefixes yet."""

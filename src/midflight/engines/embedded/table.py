@@ -10,6 +10,7 @@ from midflight.engines.embedded.grammar import Constraint
 from midflight.engines.embedded.sampler import Biases, Masks, Penalties, SamplingBatch
 from midflight.text.detokenizer import StopMatcher
 from midflight.types import Feature, GenerateRequest
+from midflight.types.token_ids import AnyIds
 
 Ints = NDArray[np.int64]
 
@@ -123,7 +124,7 @@ class SlotTable:
         self.num_active -= 1
         return submission
 
-    def prompt(self, slot: int) -> tuple[int, ...]:
+    def prompt(self, slot: int) -> AnyIds:
         """The tokens that the request in the slot came with."""
         return self._submission(slot).request.input_ids
 

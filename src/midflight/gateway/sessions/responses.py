@@ -21,6 +21,7 @@ from midflight.errors import Overloaded, UnknownResponse
 from midflight.gateway.sessions import history
 from midflight.text import Message
 from midflight.types import Json
+from midflight.types.token_ids import packed, unpacked
 
 MAX_RESPONSES = 1024
 MAX_BYTES = 8 * 2**20
@@ -117,7 +118,7 @@ class KeptResponses:
     def deltas(self, response_id: str) -> list[tuple[int, ...]]:
         """The lengths of the texts that each of its items came in."""
         kept = self._find(response_id, None)
-        return [history.unpacked(lengths) for lengths in kept.deltas]
+        return [unpacked(lengths) for lengths in kept.deltas]
 
     def said(self, response_id: str, param: str) -> ConversationPrefix:
         """The conversation up to the end of a response."""
@@ -154,7 +155,7 @@ class KeptResponses:
         self.forget(name)
         said = self._grown(messages)
         body = msgspec.json.encode(response)
-        lengths = tuple([history.packed(each) for each in deltas])
+        lengths = tuple([packed(each) for each in deltas])
         size = len(body) + len(msgspec.json.encode(said.messages)) + sum(map(len, lengths))
         item_ids = tuple([str(item["id"]) for item in output])
         kept = _KeptResponse(body, said, item_ids, lengths, size)

@@ -39,7 +39,7 @@ from midflight.types import (
     UInt8,
     fill_unknown,
 )
-from midflight.types.token_ids import AnyIds, SharedIds
+from midflight.types.token_ids import AnyIds, SharedIds, packed, unpacked
 
 _log = logging.getLogger(__name__)
 _Options: TypeAlias = Mapping[str, Json] | None
@@ -183,12 +183,12 @@ class Matcher:
         never the whole history.
         """
         specials = self.tokenizer.special_token_ids
-        tail = remembered.unpacked(node.tail)
-        output = remembered.unpacked(node.output)
+        tail = unpacked(node.tail)
+        output = unpacked(node.output)
         start = next((k for k in reversed(range(len(tail))) if tail[k] in specials), None)
         if start is None:
             ids = self.tokenizer.encode(text.whole)
-            return ids != remembered.unpacked(node.packed_ids) + rest_ids
+            return ids != unpacked(node.packed_ids) + rest_ids
         if output and output[-1] in specials:
             stop = 0
         else:
@@ -230,7 +230,7 @@ class Matcher:
         prompt = chat.text.ending(node.num_letters)
         written = chat.text.between(node.num_letters, end)
         said = self.tokenizer.decode(
-            remembered.unpacked(node.output), skip_special=True, keep=self._format.kept_token_ids
+            unpacked(node.output), skip_special=True, keep=self._format.kept_token_ids
         )
         texts = (written, said[: node.num_reply_letters])
         parsed = [
@@ -250,7 +250,7 @@ class Matcher:
 
     def _own_end(self, node: Node) -> str:
         """The text of the special token that the output ends with. Empty if it ends with none."""
-        last = remembered.unpacked(node.output[-4:])
+        last = unpacked(node.output[-4:])
         if last and last[0] in self.tokenizer.special_token_ids:
             return self.tokenizer.decode(last)
         return ""
@@ -466,7 +466,7 @@ class TokenTree:
             digest = node.prompt_digest
             if digest is None or starts.get(node.num_letters) != digest:
                 continue
-            said = self._tokenizer.decode(remembered.unpacked(node.output))
+            said = self._tokenizer.decode(unpacked(node.output))
             if text.startswith(said, node.num_letters):
                 ends.append((node.num_letters + len(said), node))
         if not ends:
@@ -583,12 +583,12 @@ class TokenTree:
         rewritten: bool = False,
         seam: Seam | None = None,
     ) -> Prompt:
-        last = remembered.unpacked((node.output or node.tail)[-4:])
+        last = unpacked((node.output or node.tail)[-4:])
         rest_ids = (
             self._tokenizer.encode_after(last[0], rest) if last else self._tokenizer.encode(rest)
         )
         respelled = node.respelled or self._matcher.respelled(node, text, rest, rest_ids)
-        tail = remembered.packed(rest_ids)
+        tail = packed(rest_ids)
         is_whole = text.start == 0
         return Prompt(
             SharedIds(
@@ -611,7 +611,7 @@ class TokenTree:
         """The longest recorded turn that these ids continue. Only the children of turns that the
         ids continue are looked at.
         """
-        key = remembered.packed(ids) if self._roots else b""
+        key = packed(ids) if self._roots else b""
         best = None
         best_end = 0
         ends = [(0, self._roots)]
