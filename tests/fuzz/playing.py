@@ -61,7 +61,9 @@ class Outcome(StrEnum):
     VAST = "vast"
     """Accepted, and sound by all that can be seen without the time that a step takes."""
     WAITS = "waits"
-    """Accepted, and nothing happens without people: all tasks are posted."""
+    """Accepted, and nothing happens without people who post tasks, or a policy that is right now and then: groups without a difference
+    are dropped, and what a script says is never the answer.
+    """
 
 
 # --- The place ----------------------------------------------------------------------------------------------------------
@@ -154,7 +156,7 @@ def play(drawn: dict[str, Any], words: dict[str, str], place: Path) -> Outcome:
     if any(isinstance(value, str) for value in drawn.values()):  # a text may be taken for markup
         Console(file=StringIO(), width=80).print(shown, highlight=False)
     prepare(plan.folder, config, resume=False)
-    if all(source.posted for source in config.environment.sources):
+    if all(source.posted for source in config.environment.sources) or is_never_right(config):
         return Outcome.WAITS
     if is_vast(config):
         return Outcome.VAST
@@ -177,6 +179,11 @@ def check_kept(config: Config) -> None:
     stored.write_text(as_toml(config))
     again = load_config(stored, note=lambda _: None)
     assert again == config
+
+
+def is_never_right(config: Config) -> bool:
+    environment = config.environment
+    return config.rollout.drop_zero_spread and environment.entry is None and not environment.rewards
 
 
 def is_vast(config: Config) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import HealthCheck, Phase, given, note, settings
 
 from .drawing import settings_drawn
 from .playing import Outcome, answering, checks_here, play, tidy, write_files
@@ -22,6 +22,8 @@ from .playing import Outcome, answering, checks_here, play, tidy, write_files
 pytestmark = pytest.mark.timeout(1800)
 NUM_CASES = int(os.environ.get("MIDFLIGHT_FUZZ_CASES", "300"))
 """`make test-options` plays two thousand, which takes about three minutes of processor time."""
+PHASES = [phase for phase in Phase if phase is not Phase.explain]
+"""Explaining a failure traces every line of every case: it takes a quarter of an hour."""
 LEAST_STEPS = 0.2
 """The share of cases that are played to their steps. The others are refused, or too large to play."""
 
@@ -55,7 +57,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 
 def test_what_the_dry_run_accepts_makes_a_step(place: Place) -> None:
-    @settings(max_examples=NUM_CASES, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=NUM_CASES, suppress_health_check=list(HealthCheck), phases=PHASES)
     @given(settings_drawn())
     def tried(drawn: dict[str, Any]) -> None:
         note("\n".join(f"{key} = {value!r}" for key, value in drawn.items()))
