@@ -102,7 +102,8 @@ test-clients-all: test-clients $(VENV)-clients-frameworks/.done $(VENV)-clients-
 
 # Coding agents do whole tasks against a scripted model. They come from npm and PyPI, into folders of their own: about 2.5 GB.
 # OpenHands wants Python 3.12 or newer. Where there is none it is left out, and its tests say so; OPENHANDS_PYTHON names one.
-OPENHANDS_PYTHON ?= $(shell command -v python3.13 || command -v python3.12)
+# A name may be there and start nothing, as those of version managers do.
+OPENHANDS_PYTHON ?= $(shell for name in python3.13 python3.12; do $$name -c "" 2> /dev/null && command -v $$name && break; done)
 test-coding-agents: $(VENV)/.dev $(VENV)-coding-agents/.done $(VENV)-aider/.done $(if $(OPENHANDS_PYTHON),$(VENV)-openhands/.done)
 	MIDFLIGHT_CODING_AGENTS=$(CURDIR)/$(VENV)-coding-agents/node_modules MIDFLIGHT_AIDER=$(CURDIR)/$(VENV)-aider/bin/aider \
 	    MIDFLIGHT_OPENHANDS=$(CURDIR)/$(VENV)-openhands/bin/python \
