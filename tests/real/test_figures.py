@@ -117,7 +117,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
             viewer.terminate()
     assert report.wait() == 0 and runs.wait() == 0, report.said + runs.said
     written = (place / "report.html").read_text()
-    numbers = re.findall(r'<tr><td>([^<]*)</td><td class="n">([^<]*)</td></tr>', written)
+    numbers = re.findall(r"<div(?: class=\"long\")?><span>([^<]*)</span><b>([^<]*)</b></div>", written)
     yield Told(
         folder=run,
         summary=json.loads((run / "summary.json").read_text()),
