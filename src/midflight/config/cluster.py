@@ -20,8 +20,8 @@ class ClusterSection(Section):
     that this machine belongs to, and `start` starts one on this machine alone.
     """
     token_file: Path | None = None
-    """Ray's authentication token, such as `~/.ray/auth_token`. Without one, anyone who reaches the
-    cluster can run anything on it.
+    """The file with Ray's authentication token, such as `~/.ray/auth_token`. Without a token,
+    anyone who reaches the cluster can run anything on it.
     """
     engine: dict[str, NonNegative] | None = None
     """The resources of one engine's seat, such as `{ GPU = 4, CPU = 8 }`; larger fits on fewer

@@ -120,20 +120,8 @@ def load_frame(folder: Path, *, dtype: str | torch.dtype) -> PreTrainedModel:
 
     Raises `ModelNotFound` if there is no such model.
     """
-    folder = Path(folder)
-    check_folder(folder)
-    config = _config_of(folder)
-    try:
-        with _weights_on_meta():
-            model: PreTrainedModel = auto_class(config).from_config(
-                config, dtype=torch_dtype(dtype)
-            )
-    except Exception as error:  # an architecture fails as it likes to
-        raise ModelNotFound(
-            f"making the model in {str(folder)!r}: transformers {version('transformers')} raises "
-            f"{described(error)}; correct its config.json, or install a version of transformers "
-            "that makes it."
-        ) from error
+    with _weights_on_meta():
+        model = _unloaded(folder, torch_dtype(dtype))
     return _ready(model, folder)
 
 
@@ -161,11 +149,16 @@ def outline(folder: Path) -> PreTrainedModel:
     """The model of a folder without its numbers, which takes no memory. Raises `ModelNotFound` if
     there is no such model.
     """
+    with torch.device("meta"):
+        return _unloaded(folder, torch.float32)
+
+
+def _unloaded(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a folder as its configuration makes it."""
     check_folder(folder)
     config = _config_of(folder)
     try:
-        with torch.device("meta"):
-            model: PreTrainedModel = auto_class(config).from_config(config, dtype=torch.float32)
+        model: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype)
     except Exception as error:  # an architecture fails as it likes to
         raise ModelNotFound(
             f"making the model in {str(folder)!r}: transformers {version('transformers')} raises "

@@ -19,7 +19,7 @@ ones.
 
 ANY_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
 ANY_JSON = Grammar(GrammarKind.JSON_SCHEMA, '{"type": ["object", "array"]}')
-"""What Google's clients get if they ask for JSON without a schema."""
+"""The form of an answer to Google's clients that ask for JSON without a schema."""
 
 _SPECIAL = re.compile(r"[\\.^$|?*+()\[\]{}]")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")

@@ -109,8 +109,8 @@ class ContentsExchange:
         }
 
     def _ending(self, answer: Answer) -> _Object:
-        """What is told of a candidate at its end. If it calls functions, that is no reason of its
-        own.
+        """The fields that end a candidate. A candidate that calls functions ends with `STOP`, as
+        one that does not.
         """
         turn = answer.turn
         cut = turn.finish.reason is FinishReason.LENGTH

@@ -33,7 +33,7 @@ from midflight.types.generation import Api
 Part: TypeAlias = Mapping[str, JsonValue]
 
 _READ = ("text", "functionCall", "functionResponse")
-"""What a part may hold."""
+"""The fields of a part that are read."""
 _OTHERS = (
     "inlineData",
     "fileData",
@@ -42,7 +42,7 @@ _OTHERS = (
     "toolCall",
     "toolResponse",
 )
-"""What parts hold elsewhere. All of them are refused."""
+"""The other fields of a part in Google's API. They are refused."""
 _OF_ROLE: Mapping[str, tuple[str, ...]] = {
     "user": ("text", "functionResponse"),
     "function": ("functionResponse",),
@@ -248,7 +248,7 @@ def _text(parts: Sequence[_PlacedPart], *, thought: bool = False) -> str:
 
 
 def _told(response: Mapping[str, JsonValue], param: str) -> str:
-    """What a function returned, as text. One value that is wrapped is unwrapped."""
+    """The text of what a function returned. A single value under a usual name stands alone."""
     value: JsonValue = dict(response)
     for name in _WRAPPED:
         if list(response) == [name]:
@@ -515,8 +515,11 @@ def _choice(
     prompt.
     """
     place = "toolConfig.functionCallingConfig"
-    mode = None if config is None else config.mode
-    names = (config.allowed_function_names or []) if config is not None else []
+    mode: str | None = None
+    names: Sequence[str] = ()
+    if config is not None:
+        mode = config.mode
+        names = config.allowed_function_names or ()
     for name in names:
         check_known(name, tools, param=f"{place}.allowedFunctionNames")
     if mode == "NONE" or (not tools and mode != "ANY"):
@@ -531,8 +534,10 @@ def _choice(
             f"{place}.mode",
             f"{place}.mode is 'VALIDATED', which is sampled as AUTO here: send AUTO or ANY",
         )
-    allowed = tuple(tool for tool in tools if tool.name in names) if names else tools
-    return (ToolChoice.REQUIRED if mode == "ANY" else ToolChoice.AUTO), allowed
+    if names:
+        tools = tuple(tool for tool in tools if tool.name in names)
+    choice = ToolChoice.REQUIRED if mode == "ANY" else ToolChoice.AUTO
+    return choice, tools
 
 
 def contents_call(

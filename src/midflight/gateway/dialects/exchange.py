@@ -153,7 +153,7 @@ class Dialect:
     done: bytes = _OPENAIS_END
     """The end of a stream."""
     waiting: bytes = _COMMENT
-    """What keeps a silent stream alive. Its clients must read over it."""
+    """The bytes that keep a silent stream alive. Clients skip them."""
 
 
 Alternatives: TypeAlias = Sequence[Likely]

@@ -105,7 +105,7 @@ class SentMessages:
     def of(
         cls, body: bytes, resent: ResentBody | None, whole: Callable[[], Sequence[Message]]
     ) -> SentMessages:
-        """What is known before the new messages are read."""
+        """Reads nothing of the new messages yet: `whole` gives all of them when they are wanted."""
         new = body if resent is None else resent.short
         marked = _NUM_MARKED if _MARK in new else 0
         if resent is None:

@@ -205,7 +205,7 @@ def _post(path: str, described: RouteDescription) -> Json:
 
 
 def _parameters(path: str, described: RouteDescription) -> _Object:
-    """What the address of a route says."""
+    """The parameters that stand in the path of a route."""
     found: list[Json] = []
     if "{model}" in path:
         found.append({"name": "model", "in": "path", "required": True, "schema": _TEXT})

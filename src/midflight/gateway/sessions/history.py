@@ -169,7 +169,7 @@ class Prompt:
     before: Mapping[bytes, HashState] = field(default_factory=dict[bytes, HashState])
     """The digests of the ids of the parent's prompt, by what comes before the ids."""
     seam: PromptSeam | None = None
-    """What the next prompt needs if it begins with the same messages (`seams.Seam`)."""
+    """The end of the prompt, from which the next prompt goes on (`seams.Seam`)."""
 
     @cached_property
     def name(self) -> bytes:
@@ -531,7 +531,7 @@ class History:
 
     @property
     def closed(self) -> History:
-        """What is needed of it to go on: its end."""
+        """Its end alone, from which a longer history goes on."""
         return History((), {}, self.start + len(self.chain), self.end, self.calls)
 
 

@@ -1,5 +1,5 @@
-"""What a session keeps of a prompt, so that the next prompt, which begins with the same messages,
-is made of what is new.
+"""A session keeps the end of each prompt. If the next prompt begins with the same messages, only
+its new messages are rendered and tokenised.
 """
 
 from __future__ import annotations

@@ -95,9 +95,12 @@ class _RankNumbers:
     def gather(self, into: Tensor | None) -> None:
         sent = self._room()
         sent[: len(self._mine)].copy_(self._mine)
-        got = [self._room() for _ in self._at] if self._ranks.is_first else None
-        dist.gather(_raw(sent), None if got is None else [_raw(each) for each in got], dst=0)
-        if got is None or into is None:
+        if not self._ranks.is_first:
+            dist.gather(_raw(sent), None, dst=0)
+            return
+        got = [self._room() for _ in self._at]
+        dist.gather(_raw(sent), [_raw(each) for each in got], dst=0)
+        if into is None:
             return
         flat = into.view(-1)
         for (start, count), numbers in zip(self._at, got, strict=True):
@@ -105,14 +108,15 @@ class _RankNumbers:
 
     def scatter(self, whole: Tensor | None) -> None:
         got = self._room()
-        sent = None
         if self._ranks.is_first:
             assert whole is not None, "the first rank has every tensor"
             flat = whole.reshape(-1)
             sent = [self._room() for _ in self._at]
             for (start, count), numbers in zip(self._at, sent, strict=True):
                 numbers[:count].copy_(flat[start : start + count])
-        dist.scatter(_raw(got), None if sent is None else [_raw(each) for each in sent], src=0)
+            dist.scatter(_raw(got), [_raw(each) for each in sent], src=0)
+        else:
+            dist.scatter(_raw(got), None, src=0)
         self._mine.copy_(got[: len(self._mine)])
 
     def _room(self) -> Tensor:

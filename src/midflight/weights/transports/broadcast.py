@@ -301,17 +301,19 @@ class BroadcastService:
     def _standing(
         self, members: list[WaitingReceiver], *, on_device: bool
     ) -> BroadcastGroup | None:
-        """The group of exactly these members, if all of them hold it too, and bytes lie there as
-        these do. Other groups with any of
-        these members are dropped. This group is dropped too until its broadcast is over: a receiver
-        has one group, and a round that fails leaves none.
+        """The group of exactly these members, if all of them hold it too, and its bytes lie where
+        `on_device` says. Other groups with any of these members are dropped. This group is dropped
+        too until its broadcast is over: a receiver has one group, and a round that fails leaves
+        none.
         """
         names = _names(members)
         group = self._groups.get(names)
         self._groups = {n: g for n, g in self._groups.items() if not n & names}
         if group is None or group.terms.on_device != on_device:
             return None
-        return group if all(m.ask.group == group.terms.group for m in members) else None
+        if any(member.ask.group != group.terms.group for member in members):
+            return None
+        return group
 
     def _keep(self, members: list[WaitingReceiver], group: BroadcastGroup) -> None:
         self._groups[_names(members)] = group
