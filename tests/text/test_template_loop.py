@@ -12,7 +12,7 @@ from tests.text.conftest import THINKING_TEMPLATE
 from tests.text.templates import CHATML, COUNTING, QWEN, TEMPLATES
 
 from midflight.gateway.sessions.seams import ShownMessages
-from midflight.text import ChatTemplate, Message
+from midflight.text import ChatTemplate, Message, tokenizer
 from midflight.text.byte_tokenizer import CHAT_TEMPLATE
 from midflight.text.template_loop import NotResumable
 
@@ -157,3 +157,15 @@ def test_a_template_that_was_never_understood_is_not_tried_for_ever(monkeypatch:
     for _ in range(20):
         with pytest.raises(NotResumable):
             template.write_on([{"role": "user", "content": "x"}])
+
+
+def test_with_another_inside_of_jinja_a_template_writes_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    def changed(*_: object) -> None:
+        raise AttributeError("'Template' object has no attribute 'root_render_func'")
+
+    monkeypatch.setattr(tokenizer, "LoopTemplate", changed)
+    template = compiled(CHATML)
+    messages: list[Message] = [{"role": "user", "content": "x"}]
+    with pytest.raises(NotResumable):
+        template.write_on(messages)
+    assert "x" in text_of(messages, template, None)

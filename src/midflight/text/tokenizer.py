@@ -457,7 +457,7 @@ class ChatTemplate:
     def _loop(self) -> LoopTemplate | None:
         try:
             return LoopTemplate(_ENVIRONMENT, self.source)
-        except NotResumable:
+        except Exception:  # it uses the inside of Jinja, which another release may change
             return None
 
     def _lists(self, tools: Sequence[Message] | None, options: Mapping[str, Json] | None) -> bool:
