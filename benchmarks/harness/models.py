@@ -82,7 +82,7 @@ def embedded_engine(
     **more: Any,
 ) -> EmbeddedEngine:
     """An engine in this process, of so many requests at once. `more` goes to `EmbeddedEngine`."""
-    settings: dict[str, Any] = {"max_batch_tokens": 2048, **more}
+    settings: dict[str, Any] = {"max_batch_tokens": 2048, "packs": True, **more}
     return EmbeddedEngine(
         model,
         tokenizer=loaded_byte_tokenizer(),

@@ -75,6 +75,7 @@ def make_engine(
     records_experts: bool = False,
     prefix_age: int = 0,
     guesses: int = 0,
+    packs: bool = False,
 ) -> EmbeddedEngine:
     return EmbeddedEngine(
         model or tiny_model(),
@@ -89,6 +90,7 @@ def make_engine(
         records_experts=records_experts,
         prefixes=PrefixRoom(age=prefix_age),
         guesses=guesses,
+        packs=packs,
     )
 
 

@@ -324,10 +324,20 @@ def _weights_memory(config: Config, sizes: ModelSizes) -> int:
     handed = handed_bytes(config, sizes)
     if config.engine.kind == "embedded":
         # The version that it serves and the one that comes.
-        each = sizes.weight_bytes(served_dtype(config)) + handed
+        each = sizes.weight_bytes(served_dtype(config)) + handed + _packs(config, sizes)
     else:
         each = _weights_beside_server(config, sizes, handed)
     return num_engines(config.engine) * (each + config.weights.delta * handed)
+
+
+def _packs(config: Config, sizes: ModelSizes) -> int:
+    """The copies of weights that one engine of our own multiplies with: of the version that it
+    serves, and of the one that comes. Adapters leave the weights as they are.
+    """
+    if config.engine.device != "cpu":
+        return 0
+    packed = sizes.packed_bytes(served_dtype(config))
+    return packed if config.lora.rank is not None else 2 * packed
 
 
 def _weights_beside_server(config: Config, sizes: ModelSizes, handed: int) -> int:
@@ -360,7 +370,10 @@ def _teacher_memory(config: Config, *, longest: int) -> Iterator[MemoryItem]:
     yield MemoryItem(
         "teacher", "the process", TORCH_PROCESS_BYTES + sizes.vocab_size * TOKENIZER_BYTES
     )
-    yield MemoryItem("teacher", "weights", sizes.weight_bytes(dtype), model, on_gpu=on_gpu)
+    weights = sizes.weight_bytes(dtype)
+    if not on_gpu:
+        weights += sizes.packed_bytes(dtype)
+    yield MemoryItem("teacher", "weights", weights, model, on_gpu=on_gpu)
     batch = ("engine.max_batch_tokens",)
     kept = tokens * sizes.kv_bytes_per_token(dtype)
     yield MemoryItem(

@@ -27,6 +27,16 @@ from safetensors import SafetensorError, safe_open
 from midflight.errors import ConfigError, ModelNotFound, nearest
 from midflight.types import TensorSpec
 
+PACKED_AT_LEAST = 2**18
+"""The numbers in the weights of a linear layer from which on an engine on a CPU multiplies with a
+copy in oneDNN's own order (`engines.embedded.packed_layers`). A call of oneDNN costs 20
+microseconds, in which MKL multiplies smaller weights with a few rows.
+"""
+PACKED_AT_MOST = 2**32
+"""The bytes of a model up to which it has such copies. For a larger model, a second copy, and a
+third while a version comes in, would take more memory than the time is worth.
+"""
+
 DTYPE_BYTES = {
     "F64": 8,
     "F32": 4,
@@ -113,6 +123,23 @@ class ModelSizes:
             return self.stored
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
         return embeddings + self.num_layers * self.num_layer_parameters + self.hidden_size
+
+    def packed_bytes(self, dtype: str) -> int:
+        """The size of the copies that an engine on a CPU multiplies with. An output layer that is
+        tied to the embeddings has a copy too.
+        """
+        is_too_large = self.weight_bytes(dtype) > PACKED_AT_MOST
+        if dtype != "float32" or is_too_large:
+            return 0
+        queries = self.hidden_size * self.head_dim * self.num_heads
+        keys = self.hidden_size * self.head_dim * self.num_kv_heads
+        gate = self.hidden_size * self.intermediate_size
+        in_layer = (queries, queries, keys, keys, gate, gate, gate)
+        packed = self.num_layers * sum(size for size in in_layer if size >= PACKED_AT_LEAST)
+        output = self.vocab_size * self.hidden_size
+        if output >= PACKED_AT_LEAST:
+            packed += output
+        return element_bytes(dtype) * packed
 
     def num_adapter_parameters(self, rank: int) -> int:
         """The parameters of low-rank adapters of all linear layers but the output layer."""

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from midflight import types
 from midflight.engines.embedded.decode_thread import DecodeThread
 from midflight.engines.embedded.grammar import Constraint, Grammars
+from midflight.engines.embedded.packed_layers import PackedLayers
 from midflight.engines.embedded.prefixes import PrefixRoom
 from midflight.engines.embedded.probe import served
 from midflight.engines.embedded.scheduler import Scheduler
@@ -79,9 +80,12 @@ class EmbeddedEngine:
         prefixes: PrefixRoom = PrefixRoom(),
         records_experts: bool = False,
         guesses: int = 0,
+        packs: bool = False,
     ) -> None:
         """`prefixes` limits the storage for requests that begin alike. With `records_experts` the
         choices of a mixture's routers are recorded. At most `guesses` tokens are guessed ahead.
+        With `packs` layers multiply with copies of their weights (`packed_layers`): versions may
+        replace the model's weights, but nobody may write to them.
 
         Afterwards `warning` says why the model is served more slowly than others. It is empty if
         the model is not.
@@ -100,7 +104,8 @@ class EmbeddedEngine:
             "max_context": max_context,
         }
         runner, self._manner, self.warning = served(model, **sizes)
-        self._weights = EngineWeights(model, receiver, version=version)
+        packed = PackedLayers(model) if packs else None
+        self._weights = EngineWeights(model, receiver, version=version, packed=packed)
         self._scheduler = Scheduler(
             runner, version=version, prefixes=prefixes, routers=routers, guesses=guesses, **sizes
         )

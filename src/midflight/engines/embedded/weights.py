@@ -4,11 +4,12 @@ steps (I7).
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from midflight.engines.embedded.packed_layers import PackedLayers, Packs
 from midflight.errors import EngineError, WeightsCorrupt
 from midflight.models.names import as_bytes, as_tensors, assign, named_tensors
 from midflight.models.sizes import fingerprint_views
@@ -24,6 +25,8 @@ class _StagedTensors:
     fingerprint: str
     tensors: Tensors | None
     """`None` if the version has the tensors that are served already, under another number."""
+    packs: Packs = field(default_factory=dict[str, Tensor])
+    """Copies of these tensors that layers multiply with."""
 
 
 class EngineWeights:
@@ -39,15 +42,18 @@ class EngineWeights:
         receiver: WeightReceiver,
         *,
         version: Version,
+        packed: PackedLayers | None = None,
     ) -> None:
+        """`packed` are the model's layers that multiply with copies of their weights."""
         self._model = model
+        self._packed = packed
         self._receiver = receiver
         self._served = Attestation(version=version, fingerprint=model_fingerprint(model))
         self._shapes = {
             name: (t.shape, t.dtype, t.device) for name, t in named_tensors(model).items()
         }
         self._staged: _StagedTensors | None = None
-        self._replaced: dict[str, Tensor] = {}
+        self._replaced: tuple[Tensors, Packs] = {}, {}
         """Weights of the version before, kept until the next stage, because giving memory back
         takes longer than a swap may.
         """
@@ -65,15 +71,15 @@ class EngineWeights:
         first version, and for the version of a step that changed nothing.
         """
         with self._staging:
-            self._replaced = {}
+            self._replaced = {}, {}
             if manifest.fingerprint == self._served.fingerprint:
                 self._staged = _StagedTensors(manifest.version, manifest.fingerprint, None)
                 return
             tensors = self._received(manifest)
             self._check_shapes(manifest, tensors)
-            self._staged = _StagedTensors(
-                manifest.version, manifest.fingerprint, self._converted(tensors)
-            )
+            converted = self._converted(tensors)
+            packs = {} if self._packed is None else self._packed.packs(converted)
+            self._staged = _StagedTensors(manifest.version, manifest.fingerprint, converted, packs)
 
     def commit(self, version: Version) -> Attestation:
         """Makes the staged version live without copying. Committing the version already served
@@ -91,10 +97,15 @@ class EngineWeights:
                 f"committing version {version}: {has}. Stage version {version} first."
             )
         if staged.tensors is not None:
-            self._replaced = assign(self._model, staged.tensors)
+            self._make_live(staged.tensors, staged.packs)
         self._staged = None
         self._served = Attestation(version=version, fingerprint=staged.fingerprint)
         return self._served
+
+    def _make_live(self, tensors: Tensors, packs: Packs) -> None:
+        replaced = assign(self._model, tensors)
+        before = {} if self._packed is None else self._packed.use(packs)
+        self._replaced = replaced, before
 
     def _received(self, manifest: WeightManifest) -> dict[str, Tensor]:
         views = self._receiver.fetch(manifest)

@@ -58,6 +58,7 @@ def make_engine(config: Config, model: Path, *, name: str, version: int) -> Embe
         prefixes=PrefixRoom(section.prefix_mb * 2**20, section.prefix_age),
         records_experts=config.correction.routing_replay,
         guesses=section.guesses,
+        packs=True,
     )
 
 

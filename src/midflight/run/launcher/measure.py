@@ -189,6 +189,7 @@ class Measurement:
             max_running=max(WIDTHS),
             max_batch_tokens=self._config.engine.max_batch_tokens,
             max_context=min(self._config.model.max_context, longest + MOST_TOKENS),
+            packs=True,
         )
 
     def _engine_rate(self, engine: EmbeddedEngine, width: int) -> float:
