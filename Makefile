@@ -49,7 +49,7 @@ test: $(VENV)/.dev
 
 # Whole runs and servers in processes of their own: killed, stopped, starved of disk, resumed.
 test-real: $(VENV)/.dev
-	$(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=120' $(PARALLEL) tests/real
+	$(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=600' $(PARALLEL) tests/real
 
 # Drawn configurations, 2,000 in one process and 50 as real processes: what the dry run accepts makes a step. MIDFLIGHT_OPTION_SEED draws others.
 test-options: $(VENV)/.dev

@@ -85,13 +85,13 @@ class Command:
         os.kill(pid, signal.SIGKILL)
         return pid
 
-    def wait(self, seconds: float = 60) -> int:
+    def wait(self, seconds: float = 300) -> int:
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still running after {seconds:g} s:\n{self.said}") from None
 
-    def until(self, condition: Callable[[], Any], what: str, seconds: float = 60) -> Any:
+    def until(self, condition: Callable[[], Any], what: str, seconds: float = 300) -> Any:
         """Waits for the condition; a process that ends before, or a deadline, fails the test with what was said."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:

@@ -75,7 +75,6 @@ def test_a_game_of_textarena_is_trained(tmp_path: Path) -> None:
     assert measured and all(step["metrics"]["game/spoilt"] == 1.0 for step in measured)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bubblewrap")
 def test_tasks_of_harbor_are_trained_with_what_their_tests_give_to_an_agent_that_asks_by_the_public_address(tmp_path: Path) -> None:
     for number in range(12):

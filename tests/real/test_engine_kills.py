@@ -13,7 +13,7 @@ import pytest
 
 from .processes import Command, free_port, gone
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 SIZES = ("hidden_size=32", "intermediate_size=64", "num_layers=1", "num_heads=2", "num_kv_heads=1")
 
 

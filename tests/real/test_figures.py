@@ -22,7 +22,6 @@ from midflight.observe.readable import duration, number
 
 from .processes import CONFIG, ENVIRON, Command, journal, steps
 
-pytestmark = pytest.mark.timeout(180)
 OWN = Path(__file__).parents[1] / "trackers" / "own.py"
 OPTIONS = (
     *("run.steps=8", "warm_start.target_accuracy=0.02", "warm_start.max_steps=60"),

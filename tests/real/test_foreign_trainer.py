@@ -9,11 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from .processes import CONFIG, ENVIRON, Command, alive, segments, steps
 
-pytestmark = pytest.mark.timeout(120)
 EXAMPLE = Path(__file__).parents[2] / "examples" / "foreign_trainer.py"
 STEPS = 5
 SIZES = ("hidden_size=32", "intermediate_size=64", "num_layers=1", "num_heads=2", "num_kv_heads=1", "max_context=64")

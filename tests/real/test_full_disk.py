@@ -17,7 +17,7 @@ import pytest
 
 from .processes import CONFIG, ENVIRON, steps
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 MEGABYTES = 24
 CHUNKS = (2**20, 2**12, 1)
 PATIENCE = 120.0

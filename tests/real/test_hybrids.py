@@ -44,13 +44,11 @@ max_staleness = 0
 """
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", [name if name == "qwen3_5-text" else pytest.param(name, marks=NIGHTLY) for name in SIX_HYBRIDS])
 def test_a_hybrid_trains_on_what_its_engine_sampled(name: str, tmp_path: Path) -> None:
     train(name, tmp_path)
 
 
-@pytest.mark.timeout(180)
 def test_a_model_of_which_nothing_can_be_kept_trains_on_what_its_engine_sampled_and_its_start_says_how_slow_that_is(tmp_path: Path) -> None:
     said = train("recurrent_gemma", tmp_path)
     assert said.count("engine0: recurrent_gemma is served without keeping anything of a sequence") == 1

@@ -8,15 +8,12 @@ import urllib.request
 from contextlib import suppress
 from pathlib import Path
 
-import pytest
-
 from midflight.archive.ledger import ledger_of
 from midflight.observe.timeline import RolloutTimed, read_timeline
 
 from .processes import CONFIG, Command, steps
 from .test_train import at_step, check_no_step_twice, check_nothing_left, check_store, interrupt
 
-pytestmark = pytest.mark.timeout(180)
 LENT = "engine1"
 
 

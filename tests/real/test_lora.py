@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -14,7 +13,6 @@ from midflight.models.lora import merged
 
 from .processes import CONFIG, Command, steps
 
-pytestmark = pytest.mark.timeout(180)
 LORA = "[lora]\nrank = 4\n[trainer]\nlearning_rate = 0.01\nwarmup_steps = 0\n"
 LETTERS = """
 async def solve(task, client):

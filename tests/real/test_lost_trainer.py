@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx2
 import openai
-import pytest
 
 from midflight.archive.ledger import ledger_of
 from midflight.archive.store_reader import copy_in_words
@@ -21,7 +20,6 @@ from midflight.trajectories.pairs import newest_copy
 from .processes import CONFIG, Command, alive, gone, segments, steps
 from .test_train import check_no_step_twice, check_store
 
-pytestmark = pytest.mark.timeout(300)
 NUM_STEPS, NUM_TOKENS = 60, 800
 STAY = ("engine", "rollout")
 

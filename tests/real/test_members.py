@@ -15,7 +15,6 @@ import pytest
 
 from .processes import CONFIG, Command, free_port, journal, steps
 
-pytestmark = pytest.mark.timeout(300)
 TOKEN = "the-control-token-of-this-test"
 
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from tests.models.mixtures import tiny_mixture
 
 from midflight.models.load import load_model, save_model
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 
 from .processes import CONFIG, Command, steps
-
-pytestmark = pytest.mark.timeout(120)
 
 
 def test_the_trainer_sends_tokens_to_the_experts_that_the_engine_sent_them_to(tmp_path: Path) -> None:

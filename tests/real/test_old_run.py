@@ -13,7 +13,6 @@ import pytest
 
 from .processes import Command, steps
 
-pytestmark = pytest.mark.timeout(300)
 NUM_STEPS = 4
 
 

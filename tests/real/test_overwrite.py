@@ -20,7 +20,7 @@ from midflight.run.launcher.replaced_files import is_left
 
 from .processes import CONFIG, Command, alive, children, gone, steps
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 NUM_FAILURES = 100
 STEPS_OF_A_START = 130
 """Changes of the file system from the start of such a launcher to its end, about."""

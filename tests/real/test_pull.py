@@ -10,7 +10,6 @@ import pytest
 
 from .pulling import Puller
 
-pytestmark = pytest.mark.timeout(150)
 MEGABYTES = 8
 
 

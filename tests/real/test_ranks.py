@@ -14,7 +14,6 @@ from midflight.models.lora import merged
 
 from .processes import CONFIG, Command, alive, segments, steps
 
-pytestmark = pytest.mark.timeout(180)
 LETTERS = """
 async def solve(task, client):
     answer = await client.completions.create(model="policy", prompt="x", max_tokens=6)

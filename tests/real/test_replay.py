@@ -14,7 +14,6 @@ import pytest
 
 from .processes import CONFIG, Command, steps
 
-pytestmark = pytest.mark.timeout(180)
 OPTIONS = (
     *("run.steps=6", "warm_start.target_accuracy=0.02", "warm_start.max_steps=60", "trainer.learning_rate=0.01"),
     *("trainer.checkpoint_every=1", "trainer.keep_checkpoints=4", "environment.entry=graded:answer"),

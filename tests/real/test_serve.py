@@ -21,7 +21,6 @@ import pytest
 
 from .processes import Command, free_port, gone, segments
 
-pytestmark = pytest.mark.timeout(120)
 LONG = {"ignore_eos": True}
 EXAMPLE = Path(__file__).parents[2] / "examples" / "agent_openai.py"
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import httpx2
 import openai
-import pytest
 
 from midflight.archive.ledger import ledger_of
 from midflight.run.launcher.front import Front, gateways_of
@@ -20,7 +19,6 @@ from midflight.wire.server import listen
 from .processes import CONFIG, Command, alive, segments, steps
 from .test_lost_trainer import Stream
 
-pytestmark = pytest.mark.timeout(300)
 NUM_STEPS = 70
 
 

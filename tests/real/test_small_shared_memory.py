@@ -12,7 +12,6 @@ import pytest
 
 from .processes import CONFIG, ENVIRON, steps
 
-pytestmark = pytest.mark.timeout(300)
 SMALL = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c", 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"', "sh")
 
 

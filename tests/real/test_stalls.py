@@ -14,7 +14,6 @@ import pytest
 
 from .processes import CONFIG, Command, alive, free_port, gone, steps
 
-pytestmark = pytest.mark.timeout(180)
 STALL = 6
 """Seconds: a busy machine may well keep a healthy process from its heart for three."""
 BLOCKING = """

@@ -21,8 +21,6 @@ from midflight.text.byte_tokenizer import write_byte_tokenizer
 
 from .processes import CONFIG, Command, alive, gone
 
-pytestmark = pytest.mark.timeout(180)
-
 
 def made(folder: Path, *, num_layers: int) -> Path:
     """Made here: a command takes seconds to start."""

@@ -16,8 +16,6 @@ from midflight.run.scratch import remove_left
 
 from .processes import CONFIG, Command, alive, gone, journal, segments, steps
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.fixture
 def train(tmp_path: Path) -> Iterator[Callable[..., Command]]:

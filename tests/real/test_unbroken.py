@@ -22,8 +22,6 @@ from tests.gateway.asked import CHAT, Asking, Choice, Told, asked, requests
 
 from .processes import Command, free_port
 
-pytestmark = pytest.mark.timeout(180)
-
 TOKEN = "only-the-operator-knows-it"
 NUM_TOKENS = 250
 LONG = {"ignore_eos": True}

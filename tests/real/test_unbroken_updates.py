@@ -21,8 +21,6 @@ from midflight.text import Tokenizer
 
 from .processes import CONFIG, Command
 
-pytestmark = pytest.mark.timeout(150)
-
 NUM_UPDATES = 20
 NUM_TOKENS = 8000
 TOKENS_BETWEEN = 20

@@ -11,7 +11,6 @@ import pytest
 
 from .processes import CONFIG, ENVIRON, Command, journal
 
-pytestmark = pytest.mark.timeout(300)
 WORKER = Path(__file__).parents[2] / "examples" / "claims_worker.py"
 CLAIMED = ("--set", "environment.entry=midflight.environments.claimed:claimed", "--set", "run.stall_seconds=3")
 
