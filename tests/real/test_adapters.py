@@ -11,8 +11,6 @@ import pytest
 from .adapted import adapted
 from .processes import steps
 
-pytestmark = pytest.mark.timeout(170)
-
 MOVES = """
 def read(said):
     return sum(map(ord, said)) % 2

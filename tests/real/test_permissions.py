@@ -22,7 +22,6 @@ from midflight.run.endpoint import Endpoint
 from .processes import CONFIG, SHARED, Command, segments
 
 pytestmark = [
-    pytest.mark.timeout(600),
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user"),
 ]
 OTHER = 65534

@@ -13,7 +13,6 @@ import pytest
 
 from .processes import CONFIG, Command, gone, journal, steps
 
-pytestmark = pytest.mark.timeout(170)
 STALL = 6
 AGENT = """
 import asyncio

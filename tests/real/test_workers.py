@@ -18,8 +18,6 @@ from tests.observe.ops import asked, expressions, series_of
 from .processes import CONFIG, Command, alive, children, steps
 from .test_train import at_step, check_no_step_twice, check_store
 
-pytestmark = pytest.mark.timeout(170)
-
 ASKED = "c = {wait}client.chat.completions.create(model='policy', messages=[{{'role': 'user', 'content': 'a'}}])"
 BEGIN = f"""
 import openai, os, sys, threading, time
