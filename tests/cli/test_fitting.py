@@ -123,7 +123,7 @@ def test_less_memory_takes_smaller_micro_batches_then_fewer_slots_then_adapters_
     def of(memory: float) -> Fit:
         return fit(replace(given, machine=OwnMachine(2, int(memory * GB))))
 
-    expected = {24: (2048, 64, None), 14: (1024, 64, None), 13: (512, 64, None), 12.25: (512, 16, None), 12: (2048, 64, 16)}
+    expected = {24: (2048, 64, None), 15.5: (1024, 64, None), 14.25: (512, 64, None), 13.5: (512, 8, None), 12: (2048, 64, 16)}
     for memory, shape in expected.items():
         config = of(memory).config
         assert (config.trainer.micro_batch_tokens, config.engine.max_running, config.lora.rank) == shape, memory
