@@ -325,6 +325,12 @@ class StoreCorrupt(ConfigError):
     """The store's file is damaged, or was written by another schema or another run."""
 
 
+class TokensRemoved(StoreCorrupt):
+    """The tokens of a rollout were removed by `run.keep_trajectories`."""
+
+    code = "tokens_removed"
+
+
 class NoRun(ConfigError):
     """The folder is not that of a run."""
 

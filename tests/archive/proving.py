@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 from tests.loop.site import Agents, Site, config, fast_engines
 
 from midflight.archive.prove import formulas
@@ -26,6 +27,7 @@ from midflight.observe.journal import Journal
 from midflight.observe.run_state import RunState
 from midflight.testing.ring import SimulatedTrainer, SlowSteps
 from midflight.testing.virtual_time import run_virtual
+from midflight.trajectories.segments import SEGMENTS, place_of, read
 from midflight.types import Version, WeightManifest
 from midflight.types.digests import StepChain
 from midflight.types.facts import Fact
@@ -113,6 +115,8 @@ class RecordedLife:
         grave.mkdir()
         for file in [*self.folder.glob("store.sqlite*"), self.folder / "metrics.jsonl"]:
             shutil.copy(file, grave / file.name)
+        if (self.folder / SEGMENTS).exists():
+            shutil.copytree(self.folder / SEGMENTS, grave / SEGMENTS)
         raise Died
 
     @property
@@ -153,8 +157,20 @@ def proof_after(folder: Path, into: Path, change: Callable[[Path], None], *, dig
     into.mkdir()
     for name in (STORE, "metrics.jsonl", "config.toml"):
         shutil.copy(folder / name, into / name)
+    shutil.copytree(folder / SEGMENTS, into / SEGMENTS)
     change(into)
     return prove(into, digest=digest)
+
+
+def plain_rows(folder: Path, blob: bytes) -> list[list[Any]]:
+    """The rows of a rollout as a store of an older Midflight has them: each array in full, in the index itself."""
+    rows = msgspec.msgpack.decode(read((folder / SEGMENTS,), blob))
+    for row in rows:
+        for at, value in enumerate(row[:6]):
+            if isinstance(value, list):
+                runs = np.frombuffer(value[0], np.dtype((np.void, 1 if at in (1, 2) else 4)))
+                row[at] = np.repeat(runs, np.frombuffer(value[1], "<i4")).tobytes()
+    return rows
 
 
 # --- Tampering ------------------------------------------------------------------------------------
@@ -170,6 +186,7 @@ class Tampering:
     def __call__(self, folder: Path) -> None:
         kinds: list[Callable[[Path], bool]] = [
             self._array,
+            self._segment,
             self._record_of_turn,
             self._rollout_column,
             self._scored,
@@ -200,7 +217,7 @@ class Tampering:
     def _array(self, folder: Path) -> bool:
         """A bit of an array of a row."""
         rowid, blob = self._one(folder, "rollouts", "rowid, rows")
-        rows = msgspec.msgpack.decode(blob)
+        rows = plain_rows(folder, blob)
         if not rows:
             return False
         row = self._random.randrange(len(rows))
@@ -213,9 +230,22 @@ class Tampering:
         self._ask(folder, "UPDATE rollouts SET rows = ? WHERE rowid = ?", msgspec.msgpack.encode(rows), rowid)
         return True
 
+    def _segment(self, folder: Path) -> bool:
+        """A bit of a segment."""
+        rowid, blob = self._one(folder, "rollouts", "rowid, rows")
+        place = place_of(blob)
+        if place is None:
+            return False
+        file = folder / SEGMENTS / f"{place.segment:016x}.segment"
+        data = bytearray(file.read_bytes())
+        data[place.offset + self._random.randrange(place.length)] ^= 1 << self._random.randrange(8)
+        file.write_bytes(data)
+        self.what = f"the place of rollout {rowid} in {file.name}"
+        return True
+
     def _record_of_turn(self, folder: Path) -> bool:
         rowid, blob = self._one(folder, "rollouts", "rowid, rows")
-        rows = msgspec.msgpack.decode(blob)
+        rows = plain_rows(folder, blob)
         if not rows:
             return False
         records = self._random.choice(rows)[11]
@@ -371,7 +401,7 @@ def write_chain_anew(folder: Path) -> None:
             "SELECT epoch, position, attempt, sample, rows FROM rollouts JOIN groups USING (epoch, position, attempt) "
             "WHERE state = 'trained' AND reward IS NOT NULL AND num_trainable > 0"
         ).fetchone()
-        rows = msgspec.msgpack.decode(blob)
+        rows = plain_rows(folder, blob)
         rows[0][0] = b"\x07" + rows[0][0][1:]
         before = b""
         for record in rows[0][11]:
@@ -380,7 +410,7 @@ def write_chain_anew(folder: Path) -> None:
         where = "epoch = ? AND position = ? AND attempt = ? AND sample = ?"
         file.execute(f"UPDATE rollouts SET rows = ? WHERE {where}", (msgspec.msgpack.encode(rows), *key, sample))
         file.commit()
-    with opened(folder / STORE) as store:
+    with opened(folder / STORE, folder / SEGMENTS) as store:
         changed = next(one for one in store.rollouts(tuple(key)) if one.sample == sample)
         link = next(link for link in store.links() if link.key == tuple(key) and link.sample == sample)
         task = msgspec.msgpack.decode(store.groups[tuple(key)].task)
@@ -404,7 +434,7 @@ def _write_steps_anew(folder: Path, heads: dict[int, str]) -> None:
     rules = Rules(written["max_staleness"], written["stale_policy"])
     lines = _lines(folder)
     before = b""
-    with opened(folder / STORE) as store:
+    with opened(folder / STORE, folder / SEGMENTS) as store:
         for line in (line for line in lines if line["kind"] == "step"):
             digests, version = line["digests"], line["version"]
             keys = [group.key for group in store.groups.values() if group.made == version]

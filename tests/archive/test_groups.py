@@ -14,7 +14,7 @@ from midflight.archive.ledger import ledger_of
 from midflight.archive.search import WordIndex, forget_deleted
 from midflight.archive.store_reader import rollout_key
 from midflight.errors import NoRun, RunGone, StoreCorrupt, StoreNewer
-from midflight.trajectories.database import SCHEMA_VERSION, State
+from midflight.trajectories.database import OLDER_VERSION, SCHEMA_VERSION, State
 from midflight.types import GroupKey, Reason, RolloutKey, Trajectory
 from midflight.types.facts import TrajectoryKept
 
@@ -186,7 +186,7 @@ def test_a_folder_without_a_store_and_one_that_is_gone_are_told_apart(tmp_path: 
         WordIndex(tmp_path / "gone")
 
 
-@pytest.mark.parametrize(("schema", "error"), [(SCHEMA_VERSION + 1, StoreNewer), (SCHEMA_VERSION - 1, StoreCorrupt)])
+@pytest.mark.parametrize(("schema", "error"), [(SCHEMA_VERSION + 1, StoreNewer), (OLDER_VERSION - 1, StoreCorrupt)])
 def test_a_store_of_another_schema_is_refused_with_both_numbers(folder: Path, schema: int, error: type[Exception]) -> None:
     with closing(sqlite3.connect(folder / "store.sqlite")) as other:
         other.execute(f"PRAGMA user_version = {schema}")

@@ -18,7 +18,7 @@ from midflight.errors import NoRun
 from midflight.run.replay.decisions import decide_again
 from midflight.trajectories.store import Store
 
-from .proving import Tampering, digest_of, honest_run, proof_after, write_chain_anew
+from .proving import Tampering, digest_of, honest_run, plain_rows, proof_after, write_chain_anew
 
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "explore"
 
@@ -142,7 +142,7 @@ def test_rows_that_cannot_be_read_and_digests_that_are_none_are_named(runs: list
     def cut(folder: Path) -> None:
         with closing(sqlite3.connect(folder / "store.sqlite")) as file:
             rowid, blob = file.execute("SELECT rowid, rows FROM rollouts WHERE reward IS NOT NULL AND num_trainable > 0").fetchone()
-            rows = msgspec.msgpack.decode(blob)
+            rows = plain_rows(folder, blob)
             rows[0][3] = rows[0][3][:-1]
             file.execute("UPDATE rollouts SET rows = ? WHERE rowid = ?", (msgspec.msgpack.encode(rows), rowid))
             file.commit()

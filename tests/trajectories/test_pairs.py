@@ -29,6 +29,7 @@ from midflight.trajectories.pairs import (
     shelve,
     store_path,
 )
+from midflight.trajectories.segments import SEGMENTS
 from midflight.trajectories.store import Store
 from midflight.types import Batch, GroupKey
 from midflight.types.facts import Admitted, Checkpointed, GroupFinished, Leased, Stepped, TrajectoryKept
@@ -45,7 +46,7 @@ class Run:
         self.path = store_path(shared, disk)
 
     def open(self) -> Store:
-        return Store(self.path, run="tests")
+        return Store(self.path, run="tests", segments=self.folder / SEGMENTS)
 
     def step(self, version: int) -> None:
         """A group is finished and trained by the step that makes `version`."""

@@ -23,7 +23,6 @@ from midflight.config.load import past_config
 from midflight.errors import MidflightError, NoRun
 from midflight.trajectories.database import (
     State,
-    decode_rows,
     decode_scored,
     decode_turn,
     whole_turns,
@@ -160,7 +159,7 @@ def _rows(
         *_columns(key),
     )
     scored = store.decoded(decode_scored, blob)
-    return store.decoded(decode_rows, rows), scored.fields, scored.turn_rewards
+    return store.rows(rows), scored.fields, scored.turn_rewards
 
 
 def _columns(key: RolloutKey) -> tuple[int, int, int, int]:

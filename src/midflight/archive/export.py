@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from midflight.archive.conversation import reader_of
 from midflight.archive.messages import MessageReader, RecordedMessage, as_chat
 from midflight.archive.store_reader import StoreReader, reading
-from midflight.errors import ConfigError
-from midflight.trajectories.database import decode_rows, decode_scored
+from midflight.errors import ConfigError, StoreCorrupt
+from midflight.trajectories.database import decode_scored
 from midflight.types import GroupKey, Json, Kind, RolloutKey, Row, Task, Version
 
 
@@ -61,17 +61,26 @@ class _ExportedRollout:
     """The messages of its longest branch."""
 
 
-def write_export(folder: Path, out: Path, form: ExportFormat, choice: ExportChoice) -> int:
-    """Writes the file whole or not at all, and returns how many lines it has. Raises `ConfigError`
-    if nothing was chosen.
+class ExportedFile(NamedTuple):
+    num_lines: int
+    unread: tuple[str, ...]
+    """A sentence on each rollout that was chosen and whose tokens cannot be read."""
+
+
+def write_export(folder: Path, out: Path, form: ExportFormat, choice: ExportChoice) -> ExportedFile:
+    """Writes the file whole or not at all. Rollouts whose tokens cannot be read are left out.
+    Raises `ConfigError` if nothing was chosen.
     """
     lines = 0
+    unread: list[str] = []
     building = out.with_name(f".{out.name}.new")
     try:
         with reading(folder, choice.kind) as store, building.open("wb") as file:
-            for line in _lines(store, reader_of(folder), form, choice):
+            for line in _lines(store, reader_of(folder), form, choice, unread):
                 file.write(msgspec.json.encode(line) + b"\n")
                 lines += 1
+        if not lines and unread:
+            raise StoreCorrupt(unread[0])
         if not lines:
             raise ConfigError(
                 f"exporting {folder}: none of its rollouts is chosen; ask for less (min reward, "
@@ -80,13 +89,17 @@ def write_export(folder: Path, out: Path, form: ExportFormat, choice: ExportChoi
         building.replace(out)
     finally:
         building.unlink(missing_ok=True)
-    return lines
+    return ExportedFile(lines, tuple(unread))
 
 
 def _lines(
-    store: StoreReader, reader: MessageReader, form: ExportFormat, choice: ExportChoice
+    store: StoreReader,
+    reader: MessageReader,
+    form: ExportFormat,
+    choice: ExportChoice,
+    unread: list[str],
 ) -> Iterator[dict[str, Any]]:
-    kept = _kept(store, reader, choice)
+    kept = _kept(store, reader, choice, unread)
     if form is ExportFormat.DPO:
         for _, group in groupby(kept, key=lambda one: one.key.group):
             of = list(group)
@@ -103,10 +116,10 @@ def _lines(
 
 
 def _kept(
-    store: StoreReader, reader: MessageReader, choice: ExportChoice
+    store: StoreReader, reader: MessageReader, choice: ExportChoice, unread: list[str]
 ) -> Iterator[_ExportedRollout]:
     """The chosen rollouts in the order of the run's tasks, one group after the other. One at a time
-    is in memory.
+    is in memory. `unread` gets a sentence on each that cannot be read.
     """
     where = ["reward IS NOT NULL"]
     values = list[int]()
@@ -124,8 +137,12 @@ def _kept(
         *values,
     ):
         asked = store.task(task)
-        decoded = store.decoded(decode_rows, rows)
         if choice.sources and asked.source not in choice.sources:
+            continue
+        try:
+            decoded = store.rows(rows)
+        except StoreCorrupt as error:
+            unread.append(str(error))
             continue
         key = RolloutKey(GroupKey(epoch, position, attempt), sample, choice.kind)
         if made is not None:

@@ -25,6 +25,7 @@ MEANINGS: Mapping[Reason, str] = {
     Reason.SKIPPED: "of steps that the trainer skipped",
     Reason.SHUTDOWN: "of groups that the end of the run cut short",
     Reason.ABANDONED: "of requests that were cancelled, or failed before their answer was complete",
+    Reason.DAMAGED: "of groups that began again because the disk had damaged their tokens",
 }
 """The meaning of each reason, for the reader of a ledger."""
 

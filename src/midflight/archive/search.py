@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from midflight.archive.store_reader import StoreReader, file_of, reading
-from midflight.errors import MidflightError
+from midflight.errors import MidflightError, StoreCorrupt
 from midflight.text.tokenizer import Tokenizer
-from midflight.trajectories.database import decode_rows, decode_scored, naming
-from midflight.types import Kind
+from midflight.trajectories.database import decode_scored, naming
+from midflight.types import Kind, Row
 
 AT_ONCE = 200
 """The number of rollouts that one transaction adds: about 30 ms at 300 tokens each, so that no page
@@ -102,7 +102,7 @@ class WordIndex:
                 lines = [asked.id, asked.source, error or ""]
                 if fields:
                     lines.append(json.dumps(fields))
-                for row in store.decoded(decode_rows, rows):
+                for row in _readable_rows(store, rows):
                     lines.append(tokenizer.decode(np.asarray(row.token_ids).tolist()))
                 text = "\n".join(lines)
                 index.execute("INSERT INTO said (rowid, text) VALUES (?, ?)", (number, text))
@@ -135,6 +135,14 @@ class WordIndex:
         )
         index.execute("CREATE TABLE reached (number INTEGER NOT NULL, store TEXT NOT NULL)")
         index.execute("INSERT INTO reached VALUES (0, ?)", (str(self._store),))
+
+
+def _readable_rows(store: StoreReader, rows: bytes) -> tuple[Row, ...]:
+    """The rows, or none if they cannot be read: such a rollout is found by its task alone."""
+    try:
+        return store.rows(rows)
+    except StoreCorrupt:
+        return ()
 
 
 @contextmanager

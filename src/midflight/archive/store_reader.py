@@ -4,10 +4,10 @@ store gives a clear error.
 
 import sqlite3
 import tomllib
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from midflight.errors import MidflightError, NoRun, RunGone
 from midflight.observe.failures import failure_class
@@ -15,6 +15,7 @@ from midflight.observe.readable import duration
 from midflight.trajectories.database import (
     Value,
     address_to_read,
+    decode_rows,
     decode_task,
     decoded,
     look,
@@ -22,7 +23,8 @@ from midflight.trajectories.database import (
 )
 from midflight.trajectories.heldout import HELDOUT
 from midflight.trajectories.pairs import STORE, readable, shard_stores
-from midflight.types import GroupKey, Kind, RolloutKey, Task
+from midflight.trajectories.segments import SEGMENTS, read, segment_folders
+from midflight.types import GroupKey, Kind, RolloutKey, Row, Task
 
 Decoded = TypeVar("Decoded")
 Given = TypeVar("Given")
@@ -41,9 +43,16 @@ class StoreReader:
     """
 
     def __init__(
-        self, path: Path, connection: sqlite3.Connection, kind: Kind = Kind.TRAINING
+        self,
+        path: Path,
+        connection: sqlite3.Connection,
+        kind: Kind = Kind.TRAINING,
+        *,
+        segments: Sequence[Path] = (),
     ) -> None:
+        """`segments` are the folders with the tokens of the rollouts."""
         self.path = path
+        self._segments = segments
         self.kind = kind
         self._connection = connection
         connection.create_function("source_of", 1, _source, deterministic=True)
@@ -70,6 +79,12 @@ class StoreReader:
     def task(self, blob: bytes) -> Task:
         return self.decoded(decode_task, blob)
 
+    def rows(self, value: bytes) -> tuple[Row, ...]:
+        """The rows of a rollout, from the column `rows`. Raises `StoreCorrupt`, which names the
+        file, if they are damaged, and `TokensRemoved` if the run has removed them.
+        """
+        return self.decoded(decode_rows, read(self._segments, value))
+
     def decoded(self, decode: Callable[[Given], Decoded], blob: Given) -> Decoded:
         """The value of a column. Raises `StoreCorrupt` if it is none."""
         return decoded(self.path, decode, blob)
@@ -83,6 +98,22 @@ def file_of(folder: Path, kind: Kind) -> Path:
         return folder / HELDOUT
     path, _ = readable(folder, store_folder_of(folder))
     return path
+
+
+class StoreFiles(NamedTuple):
+    """The files of one gateway's store."""
+
+    index: Path
+    segments: Path
+
+
+def stores_of(folder: Path) -> list[StoreFiles]:
+    """The stores of a run, that of its first gateway first. Empty if the run has none yet."""
+    index = file_of(folder, Kind.TRAINING)
+    if not index.is_file():
+        return []
+    others = [StoreFiles(path, path.parent / SEGMENTS) for path in shard_stores(folder)]
+    return [StoreFiles(index, folder / SEGMENTS), *others]
 
 
 @contextmanager
@@ -101,7 +132,7 @@ def reading(folder: Path, kind: Kind = Kind.TRAINING) -> Generator[StoreReader]:
                 if kind is Kind.TRAINING:
                     _join_shards(connection, folder)
                 connection.execute("BEGIN")
-            yield StoreReader(path, connection, kind)
+            yield StoreReader(path, connection, kind, segments=segment_folders(folder))
         finally:
             connection.close()
     except MidflightError as error:

@@ -67,6 +67,7 @@ def samples(
     from midflight.archive.samples import SampleChoice, chosen, in_words
     from midflight.archive.store_reader import copy_in_words, rollout_key
     from midflight.cli.put_back import put_back_at
+    from midflight.errors import StoreCorrupt
 
     put_back_at(run)
     kind = _kind(evaluation)
@@ -83,7 +84,11 @@ def samples(
         typer.echo(said)
     keys = chosen(run, choice) if rollout is None else [rollout_key(rollout)]
     for key in keys:
-        typer.echo(in_words(conversation_of(run, key, with_advantages=False), whole=whole))
+        try:
+            shown = in_words(conversation_of(run, key, with_advantages=False), whole=whole)
+        except StoreCorrupt as error:
+            shown = f"{key}: {error}"
+        typer.echo(shown)
     return 0
 
 
@@ -270,7 +275,10 @@ def export(
         sources=tuple(sources or ()),
         min_margin=min_margin,
     )
-    typer.echo(f"{out}: {write_export(run, out, ExportFormat(form), choice)} lines of {form}")
+    written = write_export(run, out, ExportFormat(form), choice)
+    typer.echo(f"{out}: {written.num_lines} lines of {form}")
+    if written.unread:
+        typer.echo(f"{len(written.unread)} rollouts are left out. The first: {written.unread[0]}")
     return 0
 
 

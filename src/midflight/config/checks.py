@@ -17,6 +17,7 @@ from midflight.config.loss_checks import (
 from midflight.config.model import lora_contradictions, model_contradictions
 from midflight.config.observe import observe_contradictions
 from midflight.config.rollout import rollout_contradictions
+from midflight.config.run import run_contradictions
 from midflight.config.seat_checks import cluster_contradictions, server_contradictions
 from midflight.config.sections import Config
 from midflight.config.sources import source_contradictions
@@ -48,6 +49,7 @@ def contradictions(config: Config) -> tuple[str, ...]:
         *distillation_contradictions(config),
         *lora_contradictions(config.lora),
         *engine_contradictions(engine, config.model),
+        *run_contradictions(config.run),
         *_names(config),
         *_truncation(config),
         *_devices(config),

@@ -1,11 +1,24 @@
 """The options of a run as a whole."""
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
 from midflight.config.section import Count, Fraction, Positive, Seconds, Section
+
+_KEPT = re.compile(r"([1-9][0-9]{0,5})(h|d|MB|GB|TB)")
+_SECONDS = {"h": 3_600, "d": 86_400}
+_BYTES = {"MB": 2**20, "GB": 2**30, "TB": 2**40}
+
+
+class KeptTrajectories(NamedTuple):
+    """Bounds on the tokens that a run keeps. One of them is None."""
+
+    max_bytes: int | None
+    max_seconds: int | None
 
 
 class RunSection(Section):
@@ -18,6 +31,11 @@ class RunSection(Section):
     store_folder: Path | None = None
     """Folder for the store on a disk of the gateway's machine, an absolute path; each checkpoint
     gets a copy. Default: the run's folder, which may not lie on a network then.
+    """
+    keep_trajectories: str = "all"
+    """The tokens of rollouts that are kept once training does not need them: `all`, those of a time
+    (`12h`, `30d`), or the newest of a size (`500GB`, `2TB`; each of several gateways has an equal
+    part). Rewards, accounts and digests always stay. Larger keeps more to read and export.
     """
     share_with_group: str = ""
     """A group of this machine whose users may read the run's folder, for `midflight view` and
@@ -42,3 +60,22 @@ class RunSection(Section):
     """
     stop_seconds: Seconds = 5.0
     """Time a stopping run gives its parts before it kills them; larger waits longer for writes."""
+
+    @property
+    def kept_trajectories(self) -> KeptTrajectories | None:
+        """The bounds of `keep_trajectories`. None if all are kept."""
+        found = _KEPT.fullmatch(self.keep_trajectories)
+        if found is None:
+            return None
+        number = int(found[1])
+        if found[2] in _BYTES:
+            return KeptTrajectories(number * _BYTES[found[2]], None)
+        return KeptTrajectories(None, number * _SECONDS[found[2]])
+
+
+def run_contradictions(run: RunSection) -> Iterator[str]:
+    if run.keep_trajectories != "all" and run.kept_trajectories is None:
+        yield (
+            f"run.keep_trajectories is {run.keep_trajectories!r}; write 'all', a time such as "
+            "'12h' or '30d', or a size such as '500GB' or '2TB'"
+        )

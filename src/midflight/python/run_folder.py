@@ -10,13 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from midflight.archive.journal import Tail
-from midflight.archive.store_reader import file_of
+from midflight.archive.store_reader import StoreFiles, stores_of
 from midflight.errors import ConfigError
 from midflight.observe.lines import Line, decode_line
 from midflight.text.tokenizer import Tokenizer
-from midflight.trajectories.pairs import shard_stores
 from midflight.trajectories.store import Store
-from midflight.types import Json, Kind, Row, Task, Version
+from midflight.types import Json, Row, Task, Version
 from midflight.types.rollouts import spans
 
 
@@ -84,16 +83,16 @@ def rollouts_of(folder: Path) -> Iterator[RolloutRecord]:
     """The rollouts of the run in a folder, in the order of its gateways and then of its tasks. It
     only reads, also while the run goes on.
     """
-    path = file_of(folder, Kind.TRAINING)
-    if not path.exists():
+    stores = stores_of(folder)
+    if not stores:
         raise ConfigError(f"{folder} has no rollouts yet; train first.")
     tokenizer = Tokenizer.load(folder / "start")
-    for one in (path, *shard_stores(folder)):
+    for one in stores:
         yield from _seen(one, tokenizer)
 
 
-def _seen(path: Path, tokenizer: Tokenizer) -> Iterator[RolloutRecord]:
-    with closing(Store(path, run=None)) as store:
+def _seen(files: StoreFiles, tokenizer: Tokenizer) -> Iterator[RolloutRecord]:
+    with closing(Store(files.index, run=None, segments=files.segments)) as store:
         for rollout, task, state, version in store.ended():
             versions: set[int] = set()
             for row in rollout.rows:

@@ -1,4 +1,4 @@
-"""One SQLite file as the store uses it: tables and blobs, settings, statements, joined
+"""One SQLite file as the store uses it, its index: tables and blobs, settings, statements, joined
 transactions, and errors with names.
 """
 
@@ -10,17 +10,20 @@ from contextlib import contextmanager
 from enum import StrEnum
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from midflight.errors import StoreCorrupt, StoreFailed, StoreNewer
+from midflight.errors import StoreCorrupt, StoreFailed, StoreNewer, disk_full
 from midflight.types import GroupKey, Json, Reason, Row, Task, Trajectory, Turn
 from midflight.types.digests import NOTHING, older_digest, seal_after
 from midflight.types.rollouts import RoleRecord, Seal, TurnRecord
 from midflight.types.token_ids import AnyIds, SharedIds, packed, unpacked
+
+if TYPE_CHECKING:
+    from midflight.trajectories.segments import SegmentWriter
 
 Decoded = TypeVar("Decoded")
 Given = TypeVar("Given")
@@ -28,7 +31,11 @@ Value: TypeAlias = "int | float | str | bytes | None"
 
 APPLICATION_ID = 0x4D464C54
 """Marks the file as ours ("MFLT")."""
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
+OLDER_VERSION = 5
+"""The schema whose rows all lie in the index itself. Such a store is read, and continued under the
+new number.
+"""
 MAX_ROWS = 32
 """Rows of one statement. SQLite keeps at most this many texts of it parsed."""
 BEGUN = "begun"
@@ -59,7 +66,8 @@ CREATE INDEX groups_by_lease ON groups (lease) WHERE lease IS NOT NULL;
 CREATE TABLE rollouts (             -- those that have ended
     epoch INTEGER NOT NULL, position INTEGER NOT NULL, attempt INTEGER NOT NULL, sample INTEGER NOT NULL,
     reward REAL, truncated INTEGER NOT NULL, room INTEGER, error TEXT, seconds REAL NOT NULL,
-    num_trainable INTEGER NOT NULL, rows BLOB NOT NULL,
+    num_trainable INTEGER NOT NULL,
+    rows BLOB NOT NULL,             -- their place in a segment, or the rows themselves
     scored BLOB NOT NULL,           -- what its reward is made of
     PRIMARY KEY (epoch, position, attempt, sample)
 );
@@ -103,6 +111,9 @@ CREATE TABLE IF NOT EXISTS seals (  -- a link for each event, in the order in wh
 Midflight gets it when its run goes on: then it begins there.
 """
 
+_NO_ROOM = "free some space and resume the run"
+_NO_ACCESS = "check the disk and the folder's permissions"
+
 SCORES = (
     "SELECT epoch, position, attempt, task, state, COUNT(reward), COUNT(sample) - COUNT(reward), "
     "COUNT(CASE WHEN reward >= ? THEN 1 END), TOTAL(reward) FROM groups LEFT JOIN rollouts USING "
@@ -130,9 +141,19 @@ class Database:
     the path and the remedy.
     """
 
-    def __init__(self, path: Path, *, run: str | None, logged: bool = True) -> None:
-        """Without a run it is opened to be read. `connect` explains `logged`."""
+    def __init__(
+        self,
+        path: Path,
+        *,
+        run: str | None,
+        logged: bool = True,
+        segments: "SegmentWriter | None" = None,
+    ) -> None:
+        """Without a run it is opened to be read. `connect` explains `logged`. What a transaction
+        appends to `segments` is on the disk before it is committed.
+        """
         self.path = path
+        self._segments = segments
         self._sync_wanted = False
         self._connection = connect(path, logged=logged) if run is not None else look(path)
         try:
@@ -178,10 +199,14 @@ class Database:
         self.execute("BEGIN IMMEDIATE")
         try:
             yield
+            if self._segments is not None:
+                self._segments.sync()
             self.execute("COMMIT")
             if self._sync_wanted:
                 self._sync()
         except BaseException:
+            if self._segments is not None:
+                self._segments.undo()
             if self._connection.in_transaction:  # a full disk may have rolled back already
                 self._connection.execute("ROLLBACK")
             raise
@@ -247,6 +272,7 @@ def connect(path: Path, *, logged: bool = True) -> sqlite3.Connection:
                 _check(connection, path)
             connection.execute(BRIEF)
             _begin_chain(connection)
+            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             # WAL with NORMAL survives the death of any process at any instant. A power cut may take
             # the newest transactions; `Store.checkpointed` therefore syncs before a checkpoint
             # relies on them.
@@ -343,7 +369,7 @@ def _check(connection: sqlite3.Connection, path: Path, *, quick: bool = False) -
             f"Opening {path}: it is an SQLite file, but not a store of Midflight; choose another "
             "run folder."
         )
-    if version != SCHEMA_VERSION:
+    if version not in (OLDER_VERSION, SCHEMA_VERSION):
         kind = StoreNewer if version > SCHEMA_VERSION else StoreCorrupt
         raise kind(
             f"Opening {path}: its schema is {version}, this Midflight knows {SCHEMA_VERSION}; use "
@@ -369,30 +395,38 @@ def naming(path: Path) -> Generator[None]:
             raise StoreCorrupt(
                 f"Reading {path}: {error}; restore the file from a copy, or start a new run folder."
             ) from error
-        remedy = "check the disk and the folder's permissions"
-        if code == sqlite3.SQLITE_FULL:
-            remedy = "free some space and resume the run"
+        remedy = _NO_ROOM if code == sqlite3.SQLITE_FULL else _NO_ACCESS
         raise StoreFailed(f"Writing {path}: {error}; {remedy}.") from error
     except OSError as error:
+        full = disk_full(error) is not None
         raise StoreFailed(
-            f"Opening {path}: {error.strerror or error}; check the disk and the folder's "
-            "permissions."
+            f"{'Writing' if full else 'Opening'} {path}: {error.strerror or error}; "
+            f"{_NO_ROOM if full else _NO_ACCESS}."
         ) from error
 
 
 # --- Blobs: msgpack with raw little-endian arrays. Never pickle -----------------------------------
 
 
+class _Runs(msgspec.Struct, array_like=True, frozen=True):
+    """An array in which few values follow each other many times."""
+
+    values: bytes
+    """One value for each run."""
+    lengths: bytes
+    """How often each follows itself, as int32."""
+
+
 class _StoredRow(msgspec.Struct, array_like=True, frozen=True):
     token_ids: bytes
-    generated: bytes
-    loss_mask: bytes
-    logprobs: bytes
-    versions: bytes
-    kv_versions: bytes
-    turns: bytes | None = None
+    generated: bytes | _Runs
+    loss_mask: bytes | _Runs
+    logprobs: bytes | _Runs
+    versions: bytes | _Runs
+    kv_versions: bytes | _Runs
+    turns: bytes | _Runs | None = None
     kept: bytes = b""
-    kept_lengths: bytes = b""
+    kept_lengths: bytes | _Runs = b""
     experts: bytes = b""
     role: str = ""
     records: tuple[TurnRecord, ...] = ()
@@ -439,8 +473,8 @@ def decode_rows(blob: bytes) -> tuple[Row, ...]:
     return tuple(_unpack_row(row) for row in _ROWS.decode(blob))
 
 
-def columns(of: Trajectory) -> tuple[Value, ...]:
-    """The columns of `rollouts` after the key."""
+def columns(of: Trajectory, *, rows: bytes) -> tuple[Value, ...]:
+    """The columns of `rollouts` after the key. `rows` are those of `encode_rows`, or their place."""
     return (
         of.reward,
         of.truncated,
@@ -448,7 +482,7 @@ def columns(of: Trajectory) -> tuple[Value, ...]:
         of.error,
         of.seconds,
         of.num_trainable,
-        encode_rows(of.rows),
+        rows,
         encode_scored(of),
     )
 
@@ -535,14 +569,14 @@ def decode_task(blob: bytes) -> Task:
 def _pack_row(row: Row) -> _StoredRow:
     return _StoredRow(
         token_ids=row.token_ids.astype("<i4", copy=False).tobytes(),
-        generated=row.generated.tobytes(),
-        loss_mask=row.loss_mask.tobytes(),
-        logprobs=row.logprobs.astype("<f4", copy=False).tobytes(),
-        versions=row.versions.astype("<i4", copy=False).tobytes(),
-        kv_versions=row.kv_versions.astype("<i4", copy=False).tobytes(),
-        turns=None if row.turns is None else row.turns.astype("<i4", copy=False).tobytes(),
+        generated=_in_runs(row.generated, "?"),
+        loss_mask=_in_runs(row.loss_mask, "?"),
+        logprobs=_in_runs(row.logprobs, "<f4"),
+        versions=_in_runs(row.versions, "<i4"),
+        kv_versions=_in_runs(row.kv_versions, "<i4"),
+        turns=None if row.turns is None else _in_runs(row.turns, "<i4"),
         kept=b"" if row.kept is None else row.kept.tobytes(),
-        kept_lengths=b"" if row.kept_lengths is None else row.kept_lengths.astype("<i4").tobytes(),
+        kept_lengths=b"" if row.kept_lengths is None else _in_runs(row.kept_lengths, "<i4"),
         experts=b"" if row.experts is None else row.experts.tobytes(),
         role=row.role,
         records=row.records,
@@ -570,5 +604,21 @@ def _unpack_row(row: _StoredRow) -> Row:
     )
 
 
-def _array(blob: bytes, dtype: str) -> NDArray[Any]:
-    return np.frombuffer(blob, dtype=dtype)
+def _in_runs(array: NDArray[Any], dtype: str) -> bytes | _Runs:
+    """The array as it is, or as runs if that is shorter."""
+    plain = array.astype(dtype, copy=False)
+    as_bits = plain.view(f"<u{plain.itemsize}")  # a float that is no number equals itself here
+    starts = np.flatnonzero(as_bits[1:] != as_bits[:-1]) + 1
+    num_runs = len(starts) + 1
+    if not len(plain) or num_runs * (plain.itemsize + 4) >= plain.nbytes:
+        return plain.tobytes()
+    bounds = np.concatenate(([0], starts, [len(plain)]))
+    lengths = np.diff(bounds).astype("<i4")
+    return _Runs(plain[bounds[:-1]].tobytes(), lengths.tobytes())
+
+
+def _array(stored: bytes | _Runs, dtype: str) -> NDArray[Any]:
+    if isinstance(stored, bytes):
+        return np.frombuffer(stored, dtype=dtype)
+    values = np.frombuffer(stored.values, dtype=dtype)
+    return np.repeat(values, np.frombuffer(stored.lengths, dtype="<i4"))

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from midflight.errors import MidflightError
-from midflight.trajectories.database import Database, State, columns, encode_task
+from midflight.trajectories.database import Database, State, columns, encode_rows, encode_task
 from midflight.types import facts
 
 HELDOUT = "evaluations.sqlite"
@@ -72,7 +72,7 @@ class HeldoutStore:
             )
             db.execute_rows(
                 "INSERT OR REPLACE INTO rollouts VALUES {}",
-                [(*key, made.key.sample, *columns(made))],
+                [(*key, made.key.sample, *columns(made, rows=encode_rows(made.rows)))],
             )
 
     def _forget(self, db: Database) -> None:

@@ -189,6 +189,15 @@ def newest_copy(folder: Path) -> Copy | None:
     return None
 
 
+def oldest_checkpoint(folder: Path, newest: Version) -> Version:
+    """The oldest version that a trainer can go back to. `folder` is that of the run, or of one of
+    its gateways.
+    """
+    run = folder.parent.parent if folder.parent.name == "shards" else folder
+    there = (run / "checkpoints").glob("version-*")
+    return min([newest, *(int(one.name.removeprefix("version-")) for one in there)])
+
+
 def copied_at(store: Path) -> Version | None:
     """The newest version whose checkpoint has a copy of this store. It is None if there is no
     store, and -1 if it has no copy.

@@ -1,4 +1,5 @@
-"""The durable record of one run's rollouts: one SQLite file, which the rollout process owns.
+"""The durable record of one run's rollouts: an index, which is one SQLite file, and segments with
+their tokens. The rollout process owns both.
 
 The store is synchronous; `StoreWriter` waits. Every fact is one transaction, or a part of the one
 that `write` makes. After the death of any process at any instant (I8) a fact is in the file or it
@@ -12,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias, TypeVar
 
-from midflight.errors import UnknownLease
+from midflight.errors import StoreCorrupt, UnknownLease
 from midflight.trajectories import database
 from midflight.trajectories.database import COPIED, Database, State, Value
+from midflight.trajectories.segments import SEGMENTS, SegmentWriter, place_of, read
 from midflight.types import (
     Batch,
     Fate,
@@ -22,6 +24,7 @@ from midflight.types import (
     GroupKey,
     Reason,
     RolloutKey,
+    Row,
     Task,
     Trajectory,
     Turn,
@@ -46,6 +49,7 @@ _ROLLOUT = _GROUP + " AND sample = ?"
 _OF = "(epoch, position, attempt) IN (SELECT epoch, position, attempt FROM groups WHERE {})"
 _OF_LEASE = _OF.format("lease = ?")
 _LEARNT_LATER = f"state = '{State.TRAINED}' AND version > ?"
+_GOES_ON = f"state IN ('{State.IN_LINE}', '{State.RUNNING}', '{State.WAITING}', ?)"
 _ENDED = (
     "(epoch, position, attempt) IN (SELECT epoch, position, attempt FROM groups WHERE state "
     f"IN ('{State.TRAINED}', '{State.DROPPED}'))"
@@ -93,10 +97,16 @@ class Store:
     Without a run the file is only read, also while its run goes on: nothing is written.
     """
 
-    def __init__(self, path: Path, *, run: str | None) -> None:
-        self._db = Database(path, run=run)
+    def __init__(self, path: Path, *, run: str | None, segments: Path | None = None) -> None:
+        """`path` is that of the index, and `segments` the folder of the tokens: by default the one
+        beside the index.
+        """
+        self._folder = segments or path.parent / SEGMENTS
+        self._segments = SegmentWriter(self._folder)
+        self._db = Database(path, run=run, segments=self._segments)
 
     def close(self) -> None:
+        self._segments.close()
         self._db.close()
 
     @property
@@ -202,9 +212,11 @@ class Store:
             for turn in made:
                 turn_rows.append((*_rollout(key), turn.number, database.encode_turn(turn.turn)))
         self._db.execute_rows("INSERT OR REPLACE INTO turns VALUES {}", turn_rows)
-        ended = [
-            (*_rollout(deed.trajectory.key), *database.columns(deed.trajectory)) for deed in kept
-        ]
+        ended = list[tuple[Value, ...]]()
+        for deed in kept:
+            rows = self._segments.append(database.encode_rows(deed.trajectory.rows))
+            of = database.columns(deed.trajectory, rows=rows)
+            ended.append((*_rollout(deed.trajectory.key), *of))
         self._db.execute_rows("INSERT OR REPLACE INTO rollouts VALUES {}", ended)
         fates = list[_Fated]()
         for deed in kept:
@@ -241,11 +253,12 @@ class Store:
         where = _group(closed.key)
         self._db.move(
             (
-                "UPDATE groups SET state = ?, reason = ?, lease = NULL WHERE state IN (?, ?, ?) "
+                "UPDATE groups SET state = ?, reason = ?, lease = NULL WHERE state IN (?, ?, ?, ?) "
                 f"AND {_GROUP}"
             ),
             State.DROPPED,
             closed.reason,
+            State.IN_LINE,
             State.RUNNING,
             State.WAITING,
             State.LEASED,
@@ -444,13 +457,51 @@ class Store:
                 )
         yield self._carried_over()
 
-    def groups_after(self, checkpoint: Version) -> tuple[Group, ...]:
-        """Groups of steps that were made and that a checkpoint of that version does not have."""
-        leases = self._leases("done = 1 AND train_version >= ?", checkpoint)
-        found = list(self._groups(_LEARNT_LATER, checkpoint))
-        for lease in leases:
-            found += self._groups("lease = ?", lease)
-        return tuple(found)
+    def groups_after(self, checkpoint: Version, *, whole: bool = True) -> tuple[Group, ...]:
+        """Groups of steps that were made and that a checkpoint of that version does not have.
+        Unless they are `whole`, their rollouts are left out.
+        """
+        keys = self._keys(_LEARNT_LATER, checkpoint)
+        for lease in self._leases("done = 1 AND train_version >= ?", checkpoint):
+            keys += self._keys("lease = ?", lease)
+        if whole:
+            return tuple(self._group(key) for key in keys)
+        return tuple(Group.of(key, self._task(key), ()) for key in keys)
+
+    def damaged(self) -> Iterator[tuple[GroupKey, str]]:
+        """The groups that go on or wait, and of which some tokens cannot be read, each with a
+        sentence. It reads all of them.
+        """
+        for key in self._keys("state IN (?, ?, ?)", State.IN_LINE, State.RUNNING, State.WAITING):
+            try:
+                for _ in self._trajectories(key, self._task(key)):
+                    pass
+            except StoreCorrupt as error:
+                yield key, str(error)
+
+    def remove_old(
+        self,
+        checkpoint: Version,
+        *,
+        max_bytes: int | None = None,
+        max_seconds: float | None = None,
+    ) -> int:
+        """Removes the oldest tokens that training does not need, with the whole segments that hold
+        them, until both bounds hold. Rewards, accounts and digests stay. No step after
+        `checkpoint` is final: a trainer may go back that far. Returns the number of bytes that
+        are free now.
+        """
+        needed: set[int] = set()
+        for where, value in ((_GOES_ON, State.LEASED), (_LEARNT_LATER, checkpoint)):
+            for (rows,) in self._db.execute(
+                f"SELECT rows FROM rollouts WHERE {_OF.format(where)}", value
+            ):
+                place = place_of(rows)
+                if place is not None:
+                    needed.add(place.segment)
+        return self._segments.remove_old(
+            needed=needed, max_bytes=max_bytes, max_seconds=max_seconds
+        )
 
     def forks(self) -> tuple[tuple[Version, Version], ...]:
         """The checkpoint and the version of each place where a trainer went on under a number that
@@ -573,7 +624,8 @@ class Store:
 
     def ended(self) -> Iterator[tuple[Trajectory, Task, State, Version | None]]:
         """Every rollout that has ended, in the order of the stream, with its task, the state of its
-        group and the version that a step on it made.
+        group and the version that a step on it made. One whose tokens cannot be read has no rows,
+        and its error says why.
         """
         groups = (
             "SELECT epoch, position, attempt, state, version FROM groups ORDER BY epoch, "
@@ -582,7 +634,7 @@ class Store:
         for epoch, position, attempt, state, version in self._db.execute(groups):
             key = GroupKey(epoch, position, attempt)
             task = self._task(key)
-            for trajectory in self._trajectories(key, task):
+            for trajectory in self._trajectories(key, task, strictly=False):
                 yield trajectory, task, State(state), version
 
     def _groups(self, where: str, *values: Value) -> tuple[Group, ...]:
@@ -607,12 +659,23 @@ class Store:
         finished = tuple(self._trajectories(key, self._task(key)))
         return Unfinished(key, finished, turns)
 
-    def _trajectories(self, key: GroupKey, task: Task) -> Iterator[Trajectory]:
+    def _trajectories(
+        self, key: GroupKey, task: Task, *, strictly: bool = True
+    ) -> Iterator[Trajectory]:
+        """The rollouts of a group that have ended. `strictly`: raises `StoreCorrupt` if the tokens
+        of one cannot be read.
+        """
         columns = "sample, reward, rows, scored, truncated, error, seconds, room"
         for sample, reward, rows, scored, truncated, error, seconds, room in self._db.execute(
             f"SELECT {columns} FROM rollouts WHERE {_GROUP} ORDER BY sample", *_group(key)
         ):
-            decoded = self._decoded(database.decode_rows, rows)
+            decoded: tuple[Row, ...] = ()
+            try:
+                decoded = self._decoded(database.decode_rows, read((self._folder,), rows))
+            except StoreCorrupt as unread:
+                if strictly:
+                    raise
+                error = str(unread)
             made_of = self._decoded(database.decode_scored, scored)
             yield Trajectory(
                 RolloutKey(key, sample),

@@ -154,6 +154,8 @@ class Reason(StrEnum):
     SHUTDOWN = "shutdown"
     ABANDONED = "abandoned"
     """The request was cancelled or failed before its answer was complete."""
+    DAMAGED = "damaged"
+    """The disk gave other bytes back than were written, so that the group began again."""
 
 
 def fill_unknown(record: UInt8, later: UInt8) -> None:

@@ -149,7 +149,10 @@ def check_rollouts(store: StoreRecord, chain: Chain) -> Iterator[str]:
         if link is None:
             yield f"rollout {rollout.name} is in no link of the chain: it was added"
             continue
-        yield from _check_rollout(store, rollout, group, link)
+        if rollout.unread:
+            yield f"rollout {rollout.name}: {rollout.unread}"
+        elif not rollout.removed:
+            yield from _check_rollout(store, rollout, group, link)
     for key, sample in sorted(left):
         name = "-".join(map(str, (*key, sample)))
         yield f"rollout {name} is lost: the chain has it, the store has not"

@@ -14,12 +14,10 @@ from midflight.archive.prove import formulas
 from midflight.archive.prove.batches import BatchMember, Rules, batch_digest, groups_of
 from midflight.archive.prove.links import Chain, check_groups, check_rollouts, read_chain
 from midflight.archive.prove.record import Key, StoreRecord, opened
-from midflight.archive.store_reader import file_of
+from midflight.archive.store_reader import StoreFiles, stores_of
 from midflight.errors import NoRun
 from midflight.observe.history import read_journal
 from midflight.observe.lines import StepLine
-from midflight.trajectories.pairs import shard_stores
-from midflight.types import Kind
 
 POLICIES = ("wait", "drop", "mask")
 MAX_BOUND = 17
@@ -39,6 +37,8 @@ class RunProof:
     num_rollouts: int = 0
     num_older: int = 0
     """Rollouts of an older Midflight, without digests."""
+    num_removed: int = 0
+    """Rollouts whose tokens `run.keep_trajectories` removed."""
     num_steps: int = 0
     digest: str = ""
     """The digest of the last step, as the journal has it."""
@@ -59,7 +59,7 @@ def prove(folder: Path, *, digest: str | None = None) -> RunProof:
     every = read_journal(folder / "metrics.jsonl").steps
     lines = [line for line in every if line.digests]
     with ExitStack() as open_stores:
-        stores = [open_stores.enter_context(opened(path)) for path in _paths(folder)]
+        stores = [open_stores.enter_context(opened(*files)) for files in _stores(folder)]
         if not any(store.has_chain for store in stores):
             raise NoRun(
                 f"{folder} has no digests: an older Midflight made the run; runs that begin now "
@@ -70,8 +70,9 @@ def prove(folder: Path, *, digest: str | None = None) -> RunProof:
             proof.mistakes += read_chain(store, chain)
             proof.mistakes += check_rollouts(store, chain)
             proof.mistakes += check_groups(store, chain)
-            proof.num_rollouts += len(chain.rollouts)
+            proof.num_rollouts += len(chain.rollouts) - len(store.removed)
             proof.num_older += len(chain.older_rollouts)
+            proof.num_removed += len(store.removed)
         groups = [_by_version(store) for store in stores]
         for line in every:
             if not line.digests:
@@ -88,6 +89,11 @@ def prove(folder: Path, *, digest: str | None = None) -> RunProof:
     if proof.num_older:
         proof.notes.append(
             f"{proof.num_older:,} rollouts ended before this run kept digests, and are not proven."
+        )
+    if proof.num_removed:
+        proof.notes.append(
+            f"the tokens of {proof.num_removed:,} rollouts were removed (run.keep_trajectories); "
+            "their digests are in the chain, and are not computed again."
         )
     if not lines:
         proof.notes.append(
@@ -109,11 +115,11 @@ def _hexadecimal(digest: str | None) -> str:
     return digits
 
 
-def _paths(folder: Path) -> list[Path]:
-    path = file_of(folder, Kind.TRAINING)
-    if not path.is_file():
+def _stores(folder: Path) -> list[StoreFiles]:
+    stores = stores_of(folder)
+    if not stores:
         raise NoRun(f"{folder} has no store: give the folder of a run that has begun to train.")
-    return [path, *shard_stores(folder)]
+    return stores
 
 
 def check_steps(
@@ -192,6 +198,9 @@ def _wrong_batch(
     """Yields a sentence if a step was made of other rows than those of its groups."""
     assert line.digests is not None
     keys = [by_version.get(line.version, []) for by_version in groups]
+    for store, own in zip(stores, keys, strict=True):
+        if not store.removed_groups.isdisjoint(own):
+            return
     try:
         taken = _taken(line, stores, keys, rules)
     except ValueError as error:

@@ -5,12 +5,14 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import msgspec
+import numpy as np
 
-from midflight.errors import StoreCorrupt
+from midflight.errors import StoreCorrupt, TokensRemoved
 from midflight.trajectories.database import look, naming
+from midflight.trajectories.segments import read
 
 Key: TypeAlias = tuple[int, int, int]
 """Epoch, position and attempt of a group."""
@@ -60,6 +62,10 @@ class StoredRollout:
     sample: int
     columns: Mapping[str, Any]
     rows: tuple[RecordedRow, ...]
+    unread: str = ""
+    """A sentence if the disk has damaged its rows, which are left out then."""
+    removed: bool = False
+    """True if the run has removed its rows."""
 
     @property
     def name(self) -> str:
@@ -102,8 +108,9 @@ class StoreRecord:
     are asked for.
     """
 
-    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+    def __init__(self, path: Path, segments: Path, connection: sqlite3.Connection) -> None:
         self.path = path
+        self._segments = segments
         self._connection = connection
         tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
         self.has_chain = "seals" in tables
@@ -114,6 +121,10 @@ class StoreRecord:
         """The checkpoint and the version of each place where a trainer went on under another
         number.
         """
+        self.removed: set[tuple[Key, int]] = set()
+        """The rollouts whose rows the run has removed, among those that were read."""
+        self.removed_groups: set[Key] = set()
+        """Their groups."""
 
     def links(self) -> Iterator[Link]:
         """The chain, in order."""
@@ -137,10 +148,18 @@ class StoreRecord:
             found: dict[str, Any] = dict(zip(columns.split(", "), values, strict=True))
             name = "-".join(map(str, (epoch, position, attempt, sample)))
             found["scored"] = self.decoded(f"the parts of the reward of {name}", found["scored"])
-            rows = self.decoded(f"the rows of {name}", found.pop("rows"))
-            yield StoredRollout(
-                (epoch, position, attempt), sample, found, tuple(_row(row) for row in rows)
-            )
+            key = (epoch, position, attempt)
+            try:
+                blob = read((self._segments,), found.pop("rows"))
+            except TokensRemoved:
+                self.removed.add((key, sample))
+                self.removed_groups.add(key)
+                yield StoredRollout(key, sample, found, (), removed=True)
+            except StoreCorrupt as error:
+                yield StoredRollout(key, sample, found, (), unread=str(error))
+            else:
+                rows = self.decoded(f"the rows of {name}", blob)
+                yield StoredRollout(key, sample, found, tuple(_row(row) for row in rows))
 
     def fates(self, rollout: StoredRollout) -> dict[tuple[str, str], int]:
         """The tokens of a rollout by fate and reason."""
@@ -186,17 +205,27 @@ class StoreRecord:
 
 
 @contextmanager
-def opened(path: Path) -> Generator[StoreRecord]:
+def opened(path: Path, segments: Path) -> Generator[StoreRecord]:
     """Opens a store for a proof, in one transaction."""
     with naming(path), closing(look(path)) as connection:
         connection.isolation_level = None
         connection.execute("BEGIN")
-        yield StoreRecord(path, connection)
+        yield StoreRecord(path, segments, connection)
 
 
 def _row(values: list[Any]) -> RecordedRow:
     columns = {**_MISSING, **dict(zip(_COLUMNS, values, strict=False))}
     role = columns.pop("role")
     records = columns.pop("records")
-    arrays = {name: value or b"" for name, value in columns.items()}
+    arrays: dict[str, bytes] = {}
+    for name, value in columns.items():
+        runs = isinstance(value, list)
+        arrays[name] = _repeated(*cast("list[bytes]", value), name) if runs else value or b""
     return RecordedRow(arrays, role, tuple(records))
+
+
+def _repeated(values: bytes, lengths: bytes, name: str) -> bytes:
+    """The array that was stored as one value for each run, and the lengths of the runs."""
+    width = 1 if name in ("generated", "loss_mask") else 4
+    found = np.frombuffer(values, np.dtype((np.void, width)))
+    return np.repeat(found, np.frombuffer(lengths, "<i4")).tobytes()

@@ -22,6 +22,7 @@ from midflight.run.launcher import replaced_files
 from midflight.run.launcher.replaced_files import ReplacedFiles
 from midflight.trajectories.heldout import HELDOUT
 from midflight.trajectories.pairs import BESIDE, STORE, store_path
+from midflight.trajectories.segments import SEGMENTS
 
 CONFIG = "config.toml"
 JOURNAL = "metrics.jsonl"
@@ -49,7 +50,7 @@ DRAFTS = (
     ".endpoint.json.writing",
 )
 """The drafts of files that are written whole. A killed process leaves them behind."""
-TRACKED = ("shards", "trackers", "tensorboard", "wandb", "mlruns", "trackio")
+TRACKED = (SEGMENTS, "shards", "trackers", "tensorboard", "wandb", "mlruns", "trackio")
 MODELS = ("checkpoints", "first", "start", "reference", "model", "adapter", "weights")
 LOGS = "logs"
 FAILED_LOGS = "failed-logs"

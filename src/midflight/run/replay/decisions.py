@@ -14,15 +14,14 @@ from pathlib import Path
 import msgspec
 
 from midflight.archive.prove.record import Link, opened
-from midflight.archive.store_reader import file_of
+from midflight.archive.store_reader import StoreFiles, stores_of
 from midflight.buffer.books import Books
 from midflight.buffer.groups import Limits, Wait
 from midflight.config.load import past_config
 from midflight.errors import NoRun
 from midflight.run.rollout.system import buffer_limits
-from midflight.trajectories.pairs import shard_stores
 from midflight.trajectories.store import Store
-from midflight.types import Batch, Group, GroupKey, Kind, Reason
+from midflight.types import Batch, Group, GroupKey, Reason
 from midflight.types.facts import (
     Admitted,
     GroupFinished,
@@ -61,13 +60,12 @@ def decide_again(folder: Path) -> Decisions:
     record of them.
     """
     config = past_config(folder / "config.toml")
-    path = file_of(folder, Kind.TRAINING)
-    if not path.is_file():
+    stores = stores_of(folder)
+    if not stores:
         raise NoRun(f"{folder} has no store: give the folder of a run that has begun to train.")
-    paths = [path, *shard_stores(folder)]
     found = Decisions()
-    for each in paths:
-        limits = buffer_limits(config.rollout, shards=len(paths))
+    for each in stores:
+        limits = buffer_limits(config.rollout, shards=len(stores))
         again = _DecidesAgain(each, limits, found)
         try:
             found.different += tuple(again.run())
@@ -79,12 +77,12 @@ def decide_again(folder: Path) -> Decisions:
 class _DecidesAgain:
     """One store's events, applied to books of their own."""
 
-    def __init__(self, path: Path, limits: Limits, found: Decisions) -> None:
-        self._path = path
+    def __init__(self, files: StoreFiles, limits: Limits, found: Decisions) -> None:
+        self._files = files
         self._limits = limits
         self._found = found
         self._books = Books(limits, start_version=0)
-        self._store = Store(path, run=None)
+        self._store = Store(files.index, run=None, segments=files.segments)
         self._waiting: dict[GroupKey, Group] = {}
         self._leases: dict[int, tuple[Group, ...]] = {}
 
@@ -93,10 +91,10 @@ class _DecidesAgain:
 
     def run(self) -> Iterator[Decision]:
         """Yields the decisions that differ."""
-        with opened(self._path) as record:
+        with opened(*self._files) as record:
             if not record.has_chain:
                 raise NoRun(
-                    f"{self._path} has no record of its events: an older Midflight made the run."
+                    f"{self._files.index} has no record of its events: an older Midflight made the run."
                 )
             for link in record.links():
                 yield from self._event(link)
@@ -107,7 +105,7 @@ class _DecidesAgain:
                 return
             case "older":
                 raise NoRun(
-                    f"{self._path} was begun by an older Midflight, which did not record its "
+                    f"{self._files.index} was begun by an older Midflight, which did not record its "
                     "events, so that its decisions cannot be made again."
                 )
             case "waiting":

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from midflight.archive.store_reader import file_of
+from midflight.archive.store_reader import StoreFiles, stores_of
 from midflight.buffer.groups import WaitingGroup
 from midflight.buffer.staleness import Lineage
 from midflight.config.sections import Config
@@ -16,9 +16,8 @@ from midflight.errors import NoRun
 from midflight.observe.history import read_journal
 from midflight.observe.lines import StepLine
 from midflight.trajectories.packing import merged, pack
-from midflight.trajectories.pairs import shard_stores
 from midflight.trajectories.store import Store
-from midflight.types import Batch, Group, Kind, PackedBatch, Version
+from midflight.types import Batch, Group, PackedBatch, Version
 
 
 class RecordedBatches(Protocol):
@@ -45,16 +44,15 @@ class StoredBatches:
     """Makes batches of a run's store, or stores."""
 
     def __init__(self, folder: Path, config: Config) -> None:
-        path = file_of(folder, Kind.TRAINING)
-        if not path.is_file():
+        self._stores = stores_of(folder)
+        if not self._stores:
             raise NoRun(f"{folder} has no store: give the folder of a run that has trained.")
         self._folder = folder
-        self._paths = [path, *shard_stores(folder)]
         self._rules = config.rollout
 
     def __call__(self, line: StepLine) -> PackedBatch:
         """The batch of a step. Raises `NoRun` if its groups are not there."""
-        parts = [self._part(path, line.version) for path in self._paths]
+        parts = [self._part(files, line.version) for files in self._stores]
         if not any(len(part.rewards) for part in parts):
             raise NoRun(
                 f"step {line.step} of {self._folder} has no groups in the store: it was skipped, or "
@@ -62,8 +60,8 @@ class StoredBatches:
             )
         return parts[0] if len(parts) == 1 else merged(line.version - 1, parts)
 
-    def _part(self, path: Path, version: Version) -> PackedBatch:
-        store = Store(path, run=None)
+    def _part(self, files: StoreFiles, version: Version) -> PackedBatch:
+        store = Store(files.index, run=None, segments=files.segments)
         try:
             groups = store.groups_of_step(version)
             forks = store.forks()

@@ -26,7 +26,6 @@ from midflight.run.replay.weights import kept_of
 from midflight.run.rollout.rollouts import TokenFates
 from midflight.run.rollout.serving import Agents, Serving
 from midflight.text.tokenizer import Tokenizer
-from midflight.trajectories.database import decode_rows
 from midflight.types import (
     Attestation,
     Capabilities,
@@ -145,7 +144,7 @@ def recorded_rollout(folder: Path, key: RolloutKey) -> RecordedRollout:
                 f"`midflight samples {folder}` names those that it has."
             )
         ((task, reward, rows),) = found
-        made = store.decoded(decode_rows, rows)
+        made = store.rows(rows)
         known = store.task(task)
     turns = _turns(made)
     if not turns:

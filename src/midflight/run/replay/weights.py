@@ -29,13 +29,12 @@ from midflight.archive.store_reader import reading
 from midflight.config.derived import served_dtype
 from midflight.config.load import past_config
 from midflight.config.sections import Config
-from midflight.errors import NoRun
+from midflight.errors import NoRun, StoreCorrupt
 from midflight.models.caches import cache_name
 from midflight.models.load import load_model
 from midflight.models.names import assign, named_tensors
 from midflight.trainer.checkpoint import WEIGHTS
 from midflight.trainer.folders import Shards, checkpoints, version_of
-from midflight.trajectories.database import decode_rows
 from midflight.types import Finish, Row, SamplingParams, Version
 from midflight.types.rollouts import TurnRecord
 from midflight.types.sampling_masks import unpack_kept
@@ -176,7 +175,11 @@ def _answers(folder: Path) -> Iterator[RecordedAnswer]:
             "attempt, sample"
         ):
             name = "-".join(map(str, key))
-            for row in store.decoded(decode_rows, blob):
+            try:
+                rows = store.rows(blob)
+            except StoreCorrupt:  # the proof of the digests names it
+                continue
+            for row in rows:
                 for record in row.records:
                     if record.end > record.first and row.loss_mask[record.first : record.end].any():
                         yield RecordedAnswer(name, row, record)

@@ -68,6 +68,7 @@ from midflight.run.rollout.version_followers import OwnerClient, ShardRole, serv
 from midflight.text.tokenizer import Tokenizer
 from midflight.trajectories.heldout import HELDOUT, HeldoutStore
 from midflight.trajectories.pairs import check_local, claim, go_on, remove_left, shelve, store_path
+from midflight.trajectories.segments import SEGMENTS
 from midflight.trajectories.store import Store
 from midflight.types import Feature, SamplingParams, facts
 from midflight.wire.hosts import guarded
@@ -242,7 +243,11 @@ class RolloutProcess:
         drawn = sources
         if spec.owner is not None:
             drawn = [replace(source, heldout=()) for source in sources]
-        store = Store(await asyncio.to_thread(self._store), run=run.name)
+        store = Store(
+            await asyncio.to_thread(self._store),
+            run=run.name,
+            segments=Path(run.folder) / SEGMENTS,
+        )
         posted = posted_tasks(
             self._config.environment.sources, Path(run.folder), heldout=sources, seed=run.seed
         )

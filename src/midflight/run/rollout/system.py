@@ -13,6 +13,7 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -21,7 +22,9 @@ from midflight.buffer.groups import Limits
 from midflight.buffer.queue import GroupQueue
 from midflight.config import derived
 from midflight.config.rollout import RolloutSection
+from midflight.config.run import KeptTrajectories
 from midflight.config.seats import lent_engine
+from midflight.config.sections import Config
 from midflight.environments.posted import PostedTasks
 from midflight.environments.rows import Columns
 from midflight.environments.sources import Source
@@ -36,12 +39,13 @@ from midflight.run.rollout.lending import Lending
 from midflight.run.rollout.rollouts import GroupAges, RecordedRollouts, RolloutStream, TokenFates
 from midflight.run.rollout.serving import Agents
 from midflight.trajectories.packing import pack
-from midflight.trajectories.pairs import copy_store, drafted
+from midflight.trajectories.pairs import copy_store, drafted, oldest_checkpoint
 from midflight.trajectories.store import Store, Unfinished
 from midflight.trajectories.writer import StoreWriter
 from midflight.types import (
     Accounts,
     Batch,
+    GroupKey,
     PackedBatch,
     Reason,
     Task,
@@ -135,6 +139,19 @@ def task_stream(
     )
 
 
+def _kept_here(config: Config) -> KeptTrajectories | None:
+    """The bounds on the tokens that this gateway keeps: its part, if there are several."""
+    kept = config.run.kept_trajectories
+    if kept is None or kept.max_bytes is None:
+        return kept
+    return KeptTrajectories(kept.max_bytes // config.gateway.shards, None)
+
+
+def _remove_old(folder: Path, version: Version, kept: KeptTrajectories, store: Store) -> None:
+    oldest = oldest_checkpoint(folder, version)
+    store.remove_old(oldest, max_bytes=kept.max_bytes, max_seconds=kept.max_seconds)
+
+
 class RolloutSystem:
     """Implements `TrainerService`. It is complete after it is built, so it runs in the same way
     over real and simulated engines, and in real and virtual time.
@@ -164,6 +181,7 @@ class RolloutSystem:
         self._teacher = teacher
         self._version = version
         self._folder = Path(config.run.folder)
+        self._kept = _kept_here(config)
         self._observe = agents.record
         self._phases_told = phases
         self._writer = StoreWriter(store)
@@ -246,7 +264,9 @@ class RolloutSystem:
         passes = agents.config.curriculum.passes
         store.apply(facts.Interrupted())
         if checkpoint is not None:
-            store.apply(facts.WentBack(checkpoint, self._version, store.groups_after(checkpoint)))
+            groups = store.groups_after(checkpoint, whole=False)
+            store.apply(facts.WentBack(checkpoint, self._version, groups))
+        self._begin_damaged_again(store)
         open_leases: dict[int, Batch] = {}
         for fact in store.facts():
             self.books.apply(fact)
@@ -269,6 +289,13 @@ class RolloutSystem:
             self._ages.restore(unfinished.key, unfinished.versions())
             for key, turns in unfinished.turns.items():
                 self._gateway.replay(key, turns)
+
+    def _begin_damaged_again(self, store: Store) -> None:
+        """Puts the tasks of groups in line again whose tokens the disk has damaged."""
+        for key, said in tuple(store.damaged()):
+            again = GroupKey(key.epoch, key.index, key.attempt + 1)
+            store.apply(facts.GroupClosed(key, Reason.DAMAGED, 0, successor=again))
+            self._observe(facts.Alarmed("damaged", f"{said} Its group begins again."))
 
     def record(self, fact: facts.Fact) -> None:
         """Applies a fact in one order: to the books, which may refuse it; to the store; to the
@@ -397,6 +424,8 @@ class RolloutSystem:
     async def checkpointed(self, version: Version) -> None:
         self.record(facts.Checkpointed(version))
         await self._writer.flush()
+        if self._kept is not None:
+            await self._writer.read(partial(_remove_old, self._folder, version, self._kept))
 
     async def finish(self, version: Version) -> None:
         """Waits for the last evaluation; ended by it."""

@@ -39,7 +39,7 @@ def _stored_back(path: Path, to: Version, *, folder: Path, run: str) -> int:
         return 0
     store = Store(path, run=run)
     try:
-        groups = store.groups_after(to)
+        groups = store.groups_after(to, whole=False)
         goes_on = PublishedVersions(folder / "published").resumed_as(to)
         store.apply(Interrupted())
         store.apply(WentBack(to, goes_on, groups))

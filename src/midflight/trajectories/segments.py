@@ -1,0 +1,225 @@
+"""Segments: the files that hold the tokens of rollouts, beside the store's index.
+
+A segment is only ever appended to, and is full at `SEGMENT_BYTES`. The index (`database`) has a
+place for each rollout in it, and a place names a segment whose bytes are on the disk already. So
+a checkpoint copies the index alone. A process never appends to a segment of another: what was cut
+short stays at the end of a segment that no place names.
+"""
+
+import logging
+import os
+import secrets
+import struct
+import time
+import zlib
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from midflight.errors import StoreCorrupt, TokensRemoved
+from midflight.trajectories.database import naming
+
+SEGMENTS = "segments"
+"""The name of the folder in that of the run, or of one of its gateways."""
+SEGMENT_BYTES = 64 * 2**20
+"""A segment is full at this size. It is also the least that `run.keep_trajectories` removes."""
+_SUFFIX = ".segment"
+_PLACE = struct.Struct("<BQQII")
+_log = logging.getLogger(__name__)
+_MARK = 0
+"""The first byte of a place. Rows that lie in the index itself begin with that of an array."""
+
+
+class Place(NamedTuple):
+    """Where the rows of a rollout lie."""
+
+    segment: int
+    """The name of the segment: a number drawn at random, which no other segment has."""
+    offset: int
+    length: int
+    checksum: int
+
+    def encode(self) -> bytes:
+        return _PLACE.pack(_MARK, *self)
+
+
+def place_of(value: bytes) -> Place | None:
+    """The place that a value of the index names. None if the value is the rows themselves, which a
+    store of an older Midflight has, and which is shorter where a rollout has no rows.
+    """
+    if len(value) != _PLACE.size or value[0] != _MARK:
+        return None
+    return Place(*_PLACE.unpack(value)[1:])
+
+
+def segment_folders(folder: Path) -> tuple[Path, ...]:
+    """The folders with the segments of a run, of all its gateways."""
+    return folder / SEGMENTS, *sorted(folder.glob(f"shards/*/{SEGMENTS}"))
+
+
+# --- Reading --------------------------------------------------------------------------------------
+
+
+def read(folders: Sequence[Path], value: bytes) -> bytes:
+    """The rows that a value of the index names. Raises `StoreCorrupt`, which names the segment, if
+    they are damaged, and `TokensRemoved` if the run has removed them.
+    """
+    place = place_of(value)
+    if place is None:
+        return value
+    name = f"{place.segment:016x}{_SUFFIX}"
+    path = next((folder / name for folder in folders if (folder / name).exists()), None)
+    if path is None:
+        raise StoreCorrupt(
+            f"Reading {folders[0] / name}: the segment is not there, and the tokens of its "
+            "rollouts are lost; restore the file from a copy. All other rollouts can be read."
+        )
+    try:
+        with path.open("rb") as file:
+            file.seek(place.offset)
+            found = file.read(place.length)
+            size = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise StoreCorrupt(
+            f"Reading {path}: {error.strerror or error}; check the disk and the file's permissions."
+        ) from error
+    if not size:
+        raise TokensRemoved(
+            f"Reading {path}: run.keep_trajectories removed the tokens; rewards, accounts and "
+            "digests are kept."
+        )
+    if len(found) != place.length or zlib.crc32(found) != place.checksum:
+        raise StoreCorrupt(
+            f"Reading {path}: the {place.length} bytes at {place.offset} are not those that were "
+            "written; restore the file from a copy. All other rollouts can be read."
+        )
+    return found
+
+
+# --- Writing --------------------------------------------------------------------------------------
+
+
+class SegmentWriter:
+    """Appends rows to the segments in a folder. Segments are made as they are needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: _OpenSegment | None = None
+
+    def append(self, rows: bytes) -> bytes:
+        """Writes rows, and returns what the index keeps for them: their place, or the rows
+        themselves if these are no longer than a place. Raises `StoreFailed` with the remedy.
+        """
+        if len(rows) <= _PLACE.size:
+            return rows
+        if self._open is not None and self._open.end >= SEGMENT_BYTES:
+            self.sync()
+            self.close()
+        if self._open is None:
+            self._open = _begun(self._folder)
+        return self._open.append(rows).encode()
+
+    def sync(self) -> None:
+        """Brings what was appended onto the disk itself. The index may name it from then on."""
+        if self._open is not None:
+            self._open.sync()
+
+    def undo(self) -> None:
+        """Takes back what was appended since the last `sync`, for its transaction has failed."""
+        if self._open is not None:
+            self._open.undo()
+
+    def remove_old(
+        self,
+        *,
+        needed: Collection[int],
+        max_bytes: int | None = None,
+        max_seconds: float | None = None,
+    ) -> int:
+        """Removes the oldest segments, until at most `max_bytes` are left and none was last written
+        to more than `max_seconds` ago. Returns the number of bytes that are free now.
+
+        `needed` has the names of those that stay in any case. A removed segment is left as an
+        empty file, so that a reader can tell it from one that is lost.
+        """
+        stay = {f"{name:016x}" for name in needed}
+        if self._open is not None:
+            stay.add(self._open.path.stem)
+        there: list[tuple[float, int, Path]] = []
+        for path in self._folder.glob(f"*{_SUFFIX}"):
+            state = path.stat()
+            if state.st_size:
+                there.append((state.st_mtime, state.st_size, path))
+        there.sort()
+        left = sum(size for _, size, _ in there)
+        freed = 0
+        for written, size, path in there:
+            is_old = max_seconds is not None and time.time() - written > max_seconds
+            is_much = max_bytes is not None and left - freed > max_bytes
+            if (is_old or is_much) and path.stem not in stay:
+                try:
+                    os.truncate(path, 0)
+                except OSError as error:
+                    _log.warning("%s was not removed: %s", path, error.strerror)
+                else:
+                    freed += size
+        return freed
+
+    def close(self) -> None:
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+
+class _OpenSegment:
+    """A segment that this process appends to."""
+
+    def __init__(self, name: int, path: Path, handle: int) -> None:
+        self._name = name
+        self.path = path
+        self._handle = handle
+        self._synced = 0
+        self.end = 0
+
+    def append(self, rows: bytes) -> Place:
+        place = Place(self._name, self.end, len(rows), zlib.crc32(rows))
+        left = memoryview(rows)
+        with naming(self.path):
+            while left:
+                written = os.pwrite(self._handle, left, self.end)
+                self.end += written
+                left = left[written:]
+        return place
+
+    def sync(self) -> None:
+        if self._synced < self.end:
+            with naming(self.path):
+                os.fsync(self._handle)
+            self._synced = self.end
+
+    def undo(self) -> None:
+        self.end = self._synced
+        with suppress(OSError):  # what is left is overwritten, or lies behind every place
+            os.ftruncate(self._handle, self.end)
+
+    def close(self) -> None:
+        os.close(self._handle)
+
+
+def _begun(folder: Path) -> _OpenSegment:
+    name = secrets.randbits(64)
+    path = folder / f"{name:016x}{_SUFFIX}"
+    with naming(path):
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        _sync_folder(folder)
+    return _OpenSegment(name, path, handle)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
