@@ -2,7 +2,7 @@
 group. All of this is SQL on the store.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -14,7 +14,7 @@ from midflight.archive.store_reader import GROUP_STATE, StoreReader, reading
 from midflight.errors import NoRun
 from midflight.observe.failures import failure_class
 from midflight.observe.history import read_journal
-from midflight.trajectories.database import State, Value, decode_scored
+from midflight.trajectories.database import TASK_BEGINS, State, Value, decode_scored
 from midflight.types import Fate, GroupKey, Kind, Reason, RolloutKey, Task, Version
 
 PASSED = 1.0
@@ -384,12 +384,15 @@ def _epochs(store: StoreReader, tasks: Sequence[bytes]) -> Mapping[bytes, tuple[
     """Returns the results of each task, one for each epoch in which it was drawn."""
     distinct = set(tasks)
     marks = ", ".join("?" * len(distinct))
+    begins = f"substr(task, 1, {TASK_BEGINS})"
+    begin_marks = ", ".join([begins.replace("task", "?")] * len(distinct))
     scores = defaultdict[bytes, list[EpochScore]](list)
     for task, epoch, scored, good, mean in store.ask(
         "SELECT task, epoch, COUNT(reward), COALESCE(SUM(reward >= ?), 0), AVG(reward) FROM "
-        f"groups JOIN rollouts USING ({_KEY}) WHERE task IN ({marks}) GROUP BY task, epoch ORDER "
-        "BY epoch",
+        f"groups JOIN rollouts USING ({_KEY}) WHERE {begins} IN ({begin_marks}) AND task IN ({marks}) "
+        "GROUP BY task, epoch ORDER BY epoch",
         PASSED,
+        *distinct,
         *distinct,
     ):
         scores[task].append(EpochScore(epoch, scored, good, mean))
@@ -397,24 +400,34 @@ def _epochs(store: StoreReader, tasks: Sequence[bytes]) -> Mapping[bytes, tuple[
 
 
 def _sources(store: StoreReader) -> tuple[str, ...]:
-    rows = store.ask("SELECT DISTINCT source_of(task) FROM groups")
+    rows = store.ask("SELECT 1 FROM sqlite_master WHERE name = 'sources'")
+    if rows:
+        rows = store.ask("SELECT DISTINCT name FROM sources")
+    else:
+        rows = store.ask("SELECT DISTINCT source_of(task) FROM groups")
     return tuple(sorted(source for (source,) in rows))
 
 
 def _failures(store: StoreReader) -> Mapping[str, int]:
-    rows = store.ask(
-        "SELECT failure_of(error), COUNT(*) FROM rollouts WHERE reward IS NULL GROUP BY 1 ORDER BY "
-        "2 DESC, 1"
-    )
-    return dict(rows)
+    counts = Counter[str]()
+    for error, number in store.ask(
+        "SELECT error, COUNT(*) FROM rollouts WHERE reward IS NULL GROUP BY error"
+    ):
+        counts[failure_class(error)] += number
+    return dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0])))
 
 
 def _fates(store: StoreReader) -> Mapping[str, int]:
-    counts: dict[str, int] = {}
+    counts = Counter[str]()
     for state, reason, number in store.ask(
-        f"SELECT {GROUP_STATE}, reason, COUNT(*) FROM groups g GROUP BY 1, 2 ORDER BY 1, 2"
+        "SELECT state, reason, COUNT(*) FROM groups GROUP BY state, reason"
     ):
-        counts[state] = counts.get(state, 0) + number
+        counts[state] += number
         if reason:
             counts[reason] = number
-    return counts
+    for (made,) in store.ask(
+        "SELECT COUNT(*) FROM groups WHERE lease IN (SELECT lease FROM leases WHERE done)"
+    ):
+        counts[State.LEASED] -= made  # as in `GROUP_STATE`
+        counts[State.TRAINED] += made
+    return {name: counts[name] for name in sorted(counts) if counts[name]}

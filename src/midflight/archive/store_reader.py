@@ -151,8 +151,10 @@ def _join_shards(connection: sqlite3.Connection, folder: Path) -> None:
     for number, path in enumerate(shards):
         connection.execute(f"ATTACH ? AS shard{number}", (address_to_read(path),))
     schemas = ["main"] + [f"shard{number}" for number in range(len(shards))]
-    for table in ("groups", "rollouts", "turns", "fates", "leases"):
+    for table in ("groups", "rollouts", "turns", "fates", "leases", "sources"):
         columns = [name for _, name, *_ in connection.execute(f"PRAGMA main.table_info({table})")]
+        if not columns:  # the run is of an older Midflight
+            continue
         unions: list[str] = []
         for number, schema in enumerate(schemas):
             chosen = list(columns)

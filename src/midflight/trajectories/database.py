@@ -61,7 +61,6 @@ CREATE TABLE groups (
     version INTEGER,                -- of a trained one: what the step on it made
     PRIMARY KEY (epoch, position, attempt)
 ) WITHOUT ROWID;
-CREATE INDEX groups_by_state ON groups (state, finished);
 CREATE INDEX groups_by_lease ON groups (lease) WHERE lease IS NOT NULL;
 CREATE TABLE rollouts (             -- those that have ended
     epoch INTEGER NOT NULL, position INTEGER NOT NULL, attempt INTEGER NOT NULL, sample INTEGER NOT NULL,
@@ -86,13 +85,19 @@ CREATE TABLE leases (               -- given, and in no checkpoint yet
 );
 """
 
-BRIEF = (
-    "CREATE INDEX IF NOT EXISTS rollouts_brief ON rollouts "
-    "(epoch, position, attempt, sample, reward, truncated, seconds, num_trainable, error)"
-)
-"""An index with all of a rollout but its tokens, for readers of a run. Without it they would read
-past the tokens of the whole run. A store of an older Midflight gets it when its run goes on, and is
-read without it.
+TASK_BEGINS = 64
+"""The bytes of a task that its index has: the id is among them."""
+READING = f"""
+CREATE INDEX IF NOT EXISTS rollouts_brief ON rollouts
+    (epoch, position, attempt, sample, reward, truncated, seconds, num_trainable, error);
+CREATE INDEX IF NOT EXISTS rollouts_failed ON rollouts (error) WHERE reward IS NULL;
+CREATE INDEX IF NOT EXISTS groups_by_fate ON groups (state, reason);
+CREATE INDEX IF NOT EXISTS groups_by_task ON groups (substr(task, 1, {TASK_BEGINS}));
+DROP INDEX IF EXISTS groups_by_state;
+CREATE TABLE IF NOT EXISTS sources (name TEXT PRIMARY KEY) WITHOUT ROWID;
+"""
+"""What lets readers of a run see its newest groups without a look at all the others. A store of an
+older Midflight gets it when its run goes on, and is read without it.
 """
 
 SEALS = """
@@ -149,8 +154,8 @@ class Database:
         logged: bool = True,
         segments: "SegmentWriter | None" = None,
     ) -> None:
-        """Without a run it is opened to be read. `connect` explains `logged`. What a transaction
-        appends to `segments` is on the disk before it is committed.
+        """Without a run it is opened to be read. `connect` explains `logged`. What is appended to
+        `segments` belongs to the transaction that is open.
         """
         self.path = path
         self._segments = segments
@@ -190,6 +195,10 @@ class Database:
             moved = self._connection.execute(sql, values).rowcount
         assert moved == 1, f"I8: {moved} groups moved by {sql} {values}"
 
+    def add_source(self, name: str) -> None:
+        """Keeps the name of a source of which there is a task."""
+        self.execute("INSERT OR IGNORE INTO sources VALUES (?)", name)
+
     @contextmanager
     def transaction(self) -> Generator[None]:
         """Joins the transaction that is open, or makes one."""
@@ -199,9 +208,9 @@ class Database:
         self.execute("BEGIN IMMEDIATE")
         try:
             yield
-            if self._segments is not None:
-                self._segments.sync()
             self.execute("COMMIT")
+            if self._segments is not None:
+                self._segments.settle()
             if self._sync_wanted:
                 self._sync()
         except BaseException:
@@ -219,6 +228,8 @@ class Database:
 
     def _sync(self) -> None:
         self._sync_wanted = False
+        if self._segments is not None:
+            self._segments.sync()
         self.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def number(self, name: str) -> int | None:
@@ -270,8 +281,8 @@ def connect(path: Path, *, logged: bool = True) -> sqlite3.Connection:
                 _create(connection)
             else:
                 _check(connection, path)
-            connection.execute(BRIEF)
             _begin_chain(connection)
+            _let_read(connection)
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             # WAL with NORMAL survives the death of any process at any instant. A power cut may take
             # the newest transactions; `Store.checkpointed` therefore syncs before a checkpoint
@@ -282,6 +293,20 @@ def connect(path: Path, *, logged: bool = True) -> sqlite3.Connection:
             connection.close()
             raise
         return connection
+
+
+def _let_read(connection: sqlite3.Connection) -> None:
+    """Makes what readers of a run need, if it is not there."""
+    (is_there,) = connection.execute(
+        "SELECT COUNT(*) FROM sqlite_master WHERE name = 'sources'"
+    ).fetchone()
+    if is_there:
+        return
+    tasks = connection.execute("SELECT task FROM groups")
+    names = {decode_task(task).source for (task,) in tasks}
+    connection.executescript(f"BEGIN IMMEDIATE;\n{READING}")
+    connection.executemany("INSERT INTO sources VALUES (?)", [(name,) for name in names])
+    connection.execute("COMMIT")
 
 
 def _begin_chain(connection: sqlite3.Connection) -> None:

@@ -63,6 +63,7 @@ class HeldoutStore:
         with db.transaction():
             if not db.execute("SELECT 1 FROM groups WHERE epoch = ? LIMIT 1", kept.version):
                 self._forget(db)
+            db.add_source(kept.task.source)
             db.execute(
                 "INSERT OR REPLACE INTO groups (epoch, position, attempt, task, state) "
                 "VALUES (?, ?, ?, ?, ?)",

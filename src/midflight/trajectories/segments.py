@@ -1,9 +1,10 @@
 """Segments: the files that hold the tokens of rollouts, beside the store's index.
 
-A segment is only ever appended to, and is full at `SEGMENT_BYTES`. The index (`database`) has a
-place for each rollout in it, and a place names a segment whose bytes are on the disk already. So
-a checkpoint copies the index alone. A process never appends to a segment of another: what was cut
-short stays at the end of a segment that no place names.
+A segment is only ever appended to, and is full at `SEGMENT_BYTES`. The index (`database`) has the
+place of each rollout in them. A place is written after the bytes that it names, so that the death
+of a process at any instant loses none of them. What a checkpoint relies on is on the disk itself
+before the checkpoint copies the index. A process never appends to a segment of another: bytes of a
+transaction that was cut short stay where they are, and no place names them.
 """
 
 import logging
@@ -25,6 +26,7 @@ SEGMENTS = "segments"
 SEGMENT_BYTES = 64 * 2**20
 """A segment is full at this size. It is also the least that `run.keep_trajectories` removes."""
 _SUFFIX = ".segment"
+_REMOVED = ".removed"
 _PLACE = struct.Struct("<BQQII")
 _log = logging.getLogger(__name__)
 _MARK = 0
@@ -71,30 +73,37 @@ def read(folders: Sequence[Path], value: bytes) -> bytes:
     name = f"{place.segment:016x}{_SUFFIX}"
     path = next((folder / name for folder in folders if (folder / name).exists()), None)
     if path is None:
-        raise StoreCorrupt(
-            f"Reading {folders[0] / name}: the segment is not there, and the tokens of its "
-            "rollouts are lost; restore the file from a copy. All other rollouts can be read."
-        )
+        raise _missing([folder / name for folder in folders])
     try:
         with path.open("rb") as file:
             file.seek(place.offset)
             found = file.read(place.length)
-            size = os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        raise _missing([path]) from None
     except OSError as error:
         raise StoreCorrupt(
             f"Reading {path}: {error.strerror or error}; check the disk and the file's permissions."
         ) from error
-    if not size:
-        raise TokensRemoved(
-            f"Reading {path}: run.keep_trajectories removed the tokens; rewards, accounts and "
-            "digests are kept."
-        )
     if len(found) != place.length or zlib.crc32(found) != place.checksum:
         raise StoreCorrupt(
             f"Reading {path}: the {place.length} bytes at {place.offset} are not those that were "
             "written; restore the file from a copy. All other rollouts can be read."
         )
     return found
+
+
+def _missing(paths: Sequence[Path]) -> StoreCorrupt:
+    """The error of a segment that is in none of its places."""
+    for path in paths:
+        if path.with_suffix(_REMOVED).exists():
+            return TokensRemoved(
+                f"Reading {path}: run.keep_trajectories removed these tokens; rewards, accounts "
+                "and digests are kept."
+            )
+    return StoreCorrupt(
+        f"Reading {paths[0]}: the segment is not there; restore the file from a copy. The rollouts "
+        "of other segments can be read."
+    )
 
 
 # --- Writing --------------------------------------------------------------------------------------
@@ -120,13 +129,18 @@ class SegmentWriter:
             self._open = _begun(self._folder)
         return self._open.append(rows).encode()
 
+    def settle(self) -> None:
+        """The transaction of what was appended is over."""
+        if self._open is not None:
+            self._open.settled = self._open.end
+
     def sync(self) -> None:
-        """Brings what was appended onto the disk itself. The index may name it from then on."""
+        """Brings what was appended onto the disk itself, so that a power cut cannot take it."""
         if self._open is not None:
             self._open.sync()
 
     def undo(self) -> None:
-        """Takes back what was appended since the last `sync`, for its transaction has failed."""
+        """Takes back what was appended since the last `settle`, for its transaction has failed."""
         if self._open is not None:
             self._open.undo()
 
@@ -140,8 +154,8 @@ class SegmentWriter:
         """Removes the oldest segments, until at most `max_bytes` are left and none was last written
         to more than `max_seconds` ago. Returns the number of bytes that are free now.
 
-        `needed` has the names of those that stay in any case. A removed segment is left as an
-        empty file, so that a reader can tell it from one that is lost.
+        `needed` has the names of those that stay in any case. A removed segment leaves an empty
+        file of another suffix, so that a reader can tell it from one that is lost.
         """
         stay = {f"{name:016x}" for name in needed}
         if self._open is not None:
@@ -149,8 +163,7 @@ class SegmentWriter:
         there: list[tuple[float, int, Path]] = []
         for path in self._folder.glob(f"*{_SUFFIX}"):
             state = path.stat()
-            if state.st_size:
-                there.append((state.st_mtime, state.st_size, path))
+            there.append((state.st_mtime, state.st_size, path))
         there.sort()
         left = sum(size for _, size, _ in there)
         freed = 0
@@ -159,7 +172,8 @@ class SegmentWriter:
             is_much = max_bytes is not None and left - freed > max_bytes
             if (is_old or is_much) and path.stem not in stay:
                 try:
-                    os.truncate(path, 0)
+                    path.with_suffix(_REMOVED).touch()
+                    path.unlink()
                 except OSError as error:
                     _log.warning("%s was not removed: %s", path, error.strerror)
                 else:
@@ -180,6 +194,7 @@ class _OpenSegment:
         self.path = path
         self._handle = handle
         self._synced = 0
+        self.settled = 0
         self.end = 0
 
     def append(self, rows: bytes) -> Place:
@@ -199,7 +214,7 @@ class _OpenSegment:
             self._synced = self.end
 
     def undo(self) -> None:
-        self.end = self._synced
+        self.end = self.settled
         with suppress(OSError):  # what is left is overwritten, or lies behind every place
             os.ftruncate(self._handle, self.end)
 

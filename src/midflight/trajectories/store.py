@@ -114,9 +114,11 @@ class Store:
         return self._db.path
 
     def copied(self, version: Version) -> None:
-        """Records that the checkpoint of this version is about to get a copy of this store. The
-        copy has this record too: no older copy can be newer than it.
+        """Records that the checkpoint of this version is about to get a copy of this store's index.
+        The copy has this record too: no older copy can be newer than it. Its tokens are on the
+        disk itself from then on.
         """
+        self._segments.sync()
         self._db.raise_number(COPIED, version)
 
     def apply(self, fact: facts.Fact) -> None:
@@ -187,6 +189,7 @@ class Store:
             State.RUNNING,
             State.IN_LINE,
         )
+        self._db.add_source(admitted.task.source)
 
     def _keep(self, kept: Sequence[facts.TrajectoryKept], turns: Sequence[facts.TurnKept]) -> None:
         """Keeps rollouts that have ended, and turns of those that go on.
