@@ -1,7 +1,7 @@
 """What a checkpoint costs a run, and what it is good for when a part is lost.
 
     python benchmarks/checkpoint.py --parts save [--rounds 5] [--models demo large] [--folder DIR]
-    python benchmarks/checkpoint.py --parts store [--mb 100 1000] [--folder DIR]
+    python benchmarks/checkpoint.py --parts store [--stores 1000x16000 100000x200] [--folder DIR]
     python benchmarks/checkpoint.py --parts lost [--rounds 3]
 
 **save**: how long a checkpoint holds the trainer: the copy that the loop waits for, beside the
@@ -10,11 +10,13 @@ and one of a hundred million parameters. The disk under `--folder` decides much 
 `stall` is the longest time that a thread beside the write did not get the interpreter: a write that
 holds its lock would hold the steps as well.
 
-**store**: the copy of the store that each checkpoint gets with `run.store_folder`: its time, and
-how it disturbs writer and event loop. A store is filled with groups of rollouts; then it is copied
-while turns go on being recorded, one every 2 ms, as in a run. `writer` is the longest that a turn
-took to be on disk meanwhile, `loop` the longest that an event loop beside it did not turn; in
-brackets the same without a copy.
+**store**: what a store costs, by its rollouts and the tokens of each. `disk`: bytes a token, of
+index and segments. `copied`: the index, which each checkpoint copies with `run.store_folder`, and
+its time. `writer` is the longest that a turn took to be on disk meanwhile, one every 2 ms, and
+`loop` the longest that an event loop beside it did not turn; in brackets the same without a copy.
+`resumed`: the store is checked, opened, and gives back all that a run goes on with. `first page`:
+the newest groups in the viewer. Nearly all rollouts are trained and in a checkpoint, one group in
+ten was dropped, and a step waits at the end.
 
 **lost**: seconds from the kill of a part to the end of the next step. A run of `configs/demo.toml`
 loses its trainer, beside which engines and gateway stay, and then its rollout process, after which
@@ -31,12 +33,10 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from harness.arguments import Arguments
 from harness.models import policy_trainer, small_model
@@ -44,25 +44,18 @@ from harness.processes import family, parent_of, words_of
 from harness.report import Report, make_parts, milliseconds
 from harness.rounds import median_of, timed
 from harness.runs import DEMO, SMALL, newest_version, train_command, training, wait_for_step
+from sides.large_run import write_store
 
+from midflight.archive.groups import GroupFilter, page_of
 from midflight.trainer.checkpoint import stage
 from midflight.trainer.optimizer import named_parameters
 from midflight.trainer.trainer import PolicyTrainer
+from midflight.trajectories.database import check_whole
 from midflight.trajectories.pairs import copy_store
 from midflight.trajectories.store import Store
 from midflight.trajectories.writer import StoreWriter
-from midflight.types import (
-    Finish,
-    FinishReason,
-    GroupKey,
-    RolloutKey,
-    Row,
-    Segment,
-    Task,
-    Trajectory,
-    Turn,
-)
-from midflight.types.facts import Admitted, Fact, TrajectoryKept, TurnKept
+from midflight.types import Finish, FinishReason, GroupKey, RolloutKey, Segment, Turn
+from midflight.types.facts import Interrupted, TurnKept
 
 # --- A save ---------------------------------------------------------------------------------------
 
@@ -154,39 +147,58 @@ class Ticks:
 
 # --- A copy of the store --------------------------------------------------------------------------
 
-TOKENS = 2048
-"""The tokens of a rollout; each has about 18 bytes in the store."""
 BETWEEN_SECONDS = 0.002
 
 
 def store(options: argparse.Namespace, report: Report) -> None:
-    table = report.table("store", "copied in", "writer", "loop")
-    for size in options.mb:
+    columns = ("rollouts", "disk", "copied", "writer", "loop", "resumed", "first page")
+    table = report.table(*columns)
+    for text in options.stores:
+        rollouts, _, tokens = text.partition("x")
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            table.row(*asyncio.run(store_cells(size, Path(folder))))
+            write_store(Path(folder), rollouts=int(rollouts), tokens=int(tokens))
+            table.row(*asyncio.run(store_cells(Path(folder), int(rollouts), int(tokens))))
 
 
-async def store_cells(size: int, folder: Path) -> list[str]:
+async def store_cells(folder: Path, rollouts: int, tokens: int) -> list[str]:
     path = folder / "store.sqlite"
-    filled = Store(path, run="benchmark")
-    await asyncio.to_thread(fill, filled, path, size * 10**6)
-    writer = StoreWriter(filled)
+    num_bytes = bytes_in(folder)
+    _, resuming = timed(lambda: go_on_with(path))
+    page_of(folder, GroupFilter())
+    _, looking = timed(lambda: page_of(folder, GroupFilter()))
+    writer = StoreWriter(Store(path, run="benchmark"))
     running = asyncio.create_task(writer.run())
-    began = time.perf_counter()
-    await asyncio.to_thread(copy_store, filled.path, folder / ".store-0.sqlite")
-    seconds = time.perf_counter() - began
     copy = folder / ".store-1.sqlite"
-    alone = await longest_waits(writer, asyncio.sleep(seconds))
-    beside = await longest_waits(writer, asyncio.to_thread(copy_store, filled.path, copy))
+    _, copying = timed(lambda: copy_store(path, copy))
+    size = copy.stat().st_size
+    alone = await longest_waits(writer, asyncio.sleep(copying.wall))
+    beside = await longest_waits(writer, asyncio.to_thread(copy_store, path, copy))
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     writer.close()
     return [
-        f"{copy.stat().st_size / 1e6:.0f} MB",
-        f"{seconds:.2f} s",
+        f"{rollouts:,} of {tokens:,}",
+        f"{num_bytes / (rollouts * tokens):.1f} B",
+        f"{size / 1e6:.1f} MB, {copying.wall:.2f} s",
         f"{beside[0] * 1e3:.0f} ms ({alone[0] * 1e3:.0f})",
         f"{beside[1] * 1e3:.0f} ms ({alone[1] * 1e3:.0f})",
+        f"{resuming.wall:.2f} s",
+        f"{looking.wall:.2f} s",
     ]
+
+
+def bytes_in(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def go_on_with(path: Path) -> None:
+    """Reads what a launcher and a rollout process read before a run goes on."""
+    check_whole(path)
+    kept = Store(path, run="benchmark")
+    kept.apply(Interrupted())
+    for _ in (*kept.damaged(), *kept.facts(), *kept.unfinished(), *kept.scores(passes=1.0)):
+        pass
+    kept.close()
 
 
 async def longest_waits(writer: StoreWriter, meanwhile: Awaitable[object]) -> tuple[float, float]:
@@ -205,27 +217,6 @@ async def longest_waits(writer: StoreWriter, meanwhile: Awaitable[object]) -> tu
         await writer.flush()
         written = max(written, time.perf_counter() - began)
     return written, turned
-
-
-def fill(filled: Store, path: Path, num_bytes: int) -> None:
-    """Adds groups of eight rollouts until the store's files have so many bytes."""
-    ids = np.arange(TOKENS, dtype=np.int32)
-    row = Row(ids, ids >= 0, ids >= 0, ids.astype(np.float32), ids, ids)
-    index = 0
-    while sum(file.stat().st_size for file in path.parent.glob("store.sqlite*")) < num_bytes:
-        deeds: list[Callable[[Store], None]] = []
-        for _ in range(8):
-            index += 1
-            key = GroupKey(0, index)
-            deeds.append(partial(apply_fact, Admitted(key, Task(str(index), "s", {}))))
-            for number in range(8):
-                trajectory = Trajectory(RolloutKey(key, number), "", "s", 1.0, (row,))
-                deeds.append(partial(apply_fact, TrajectoryKept(trajectory, {}, {})))
-        filled.write(deeds)
-
-
-def apply_fact(fact: Fact, filled: Store) -> None:
-    filled.apply(fact)
 
 
 def made_turn() -> Turn:
@@ -282,7 +273,9 @@ def main() -> None:
     arguments = Arguments(__doc__, rounds=3)
     arguments.option("--parts", [*PARTS], choices=[*PARTS])
     arguments.option("--models", [*SIZES], smoke=["demo"], choices=[*SIZES])
-    arguments.option("--mb", [100, 1000], smoke=[5], help="megabytes of a store")
+    arguments.option(
+        "--stores", ["1000x16000", "100000x200"], smoke=["240x200"], metavar="ROLLOUTSxTOKENS"
+    )
     arguments.option(
         "--folder", None, type=Path, help="on the disk to write to; default: the temporary folder"
     )

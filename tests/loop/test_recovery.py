@@ -16,7 +16,9 @@ import pytest
 from midflight.testing.ring import SimulatedTrainer, SlowSteps
 from midflight.testing.virtual_time import run_virtual
 from midflight.trajectories.database import State
+from midflight.trajectories.segments import SEGMENTS, place_of
 from midflight.types import Batch, PackedBatch, Reason, Version
+from midflight.types.facts import Alarmed
 
 from .site import Agents, Site, config, fast_engines
 
@@ -81,6 +83,8 @@ class Life:
         grave.mkdir()
         for file in self.site.folder.glob("store.sqlite*"):
             shutil.copy(file, grave / file.name)
+        if (self.site.folder / SEGMENTS).exists():
+            shutil.copytree(self.site.folder / SEGMENTS, grave / SEGMENTS)
         raise Killed
 
     @property
@@ -169,3 +173,32 @@ def test_i8_rollouts_that_had_ended_before_the_death_are_not_run_again(tmp_path:
     assert run_virtual(second.run(None, tmp_path), seed=4)
     again = {(k.group.epoch, k.group.index, k.group.attempt, k.sample) for k in second.site.received}
     assert ended and not ended & again
+
+
+@pytest.mark.parametrize("state", ["running", "waiting"])
+def test_a_group_that_the_disk_has_damaged_begins_again_with_an_alarm_and_is_trained(tmp_path: Path, state: str) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    first = Life(folder, 3, staleness=1, version=0, checkpoint=None, steps=10)
+    grave = tmp_path / "grave"
+    assert not run_virtual(first.run(3.1, grave), seed=3)
+    with sqlite3.connect(grave / "store.sqlite") as file:
+        epoch, index, attempt, value = file.execute(
+            "SELECT epoch, position, attempt, rows FROM rollouts JOIN groups USING (epoch, position, attempt) "
+            "WHERE state = ? AND num_trainable > 0",
+            (state,),
+        ).fetchone()
+    place = place_of(value)
+    assert place is not None
+    segment = grave / SEGMENTS / f"{place.segment:016x}.segment"
+    data = bytearray(segment.read_bytes())
+    data[place.offset + place.length // 2] ^= 8
+    segment.write_bytes(data)
+    second = Life(grave, 4, staleness=1, version=first.next_version, checkpoint=first.saved, steps=12)
+    assert run_virtual(second.run(None, tmp_path), seed=4)
+    (alarm,) = [alarm for alarm in second.site.seen.of(Alarmed) if alarm.name == "damaged"]
+    assert str(segment) in alarm.text and "Its group begins again." in alarm.text
+    damaged, again, *_ = states(grave)[epoch, index][attempt:]
+    assert damaged == (State.DROPPED, Reason.DAMAGED)
+    assert again[0] is State.TRAINED
+    assert {(key.group.epoch, key.group.index, key.group.attempt) for key in second.site.received} >= {(epoch, index, attempt + 1)}

@@ -28,6 +28,7 @@ from midflight.run.trainer.training import TrainingLoop
 from midflight.testing.ring import SimulatedTrainer, SlowSteps, SmallRing, open_ring
 from midflight.testing.scripted import ScriptedEngine
 from midflight.testing.virtual_time import run_virtual
+from midflight.trajectories.segments import SEGMENTS
 from midflight.types import PackedBatch, Task, Version, WeightManifest
 from midflight.types.facts import Evaluated, Fact, Leased, RequestFailed, Stepped, VersionServed
 
@@ -36,6 +37,12 @@ from .site import TOKENIZER, Agents, config, direct_client, fast_engines, source
 T = TypeVar("T")
 STEPS, GROUPS, SHARDS = 6, 4, 2
 HELD_OUT = tuple(Task(f"h{i}", "numbers", {"question": f"held out {i}"}) for i in range(2))
+
+
+def not_of_the_store(at: str, names: list[str]) -> list[str]:
+    if Path(at).name == SEGMENTS:
+        return []
+    return [name for name in names if not name.startswith("store.sqlite") and name != SEGMENTS]
 
 
 class Killed(Exception):
@@ -94,7 +101,7 @@ class Process:
         self._up.clear()
         self._down.set()
         grave = self.folder.with_name(f"{self.folder.name}-grave-{self.num_lives}")
-        shutil.copytree(self.folder, grave, ignore=lambda at, names: [name for name in names if not name.startswith("store.sqlite")])
+        shutil.copytree(self.folder, grave, ignore=not_of_the_store)
         self.folder = grave
         raise Killed
 

@@ -9,6 +9,7 @@ from midflight.trajectories.store import Store
 from midflight.types import Batch, Fate, Group, GroupKey, Reason, RolloutKey, Trajectory, Turn, Version
 from midflight.types.facts import (
     Admitted,
+    Checkpointed,
     GroupClosed,
     GroupFinished,
     Interrupted,
@@ -59,6 +60,9 @@ class Keeper(Store):
 
     def done(self, lease: int) -> None:
         self.apply(Stepped(lease, 0, started=0.0, ended=1.0, num_tokens=0, metrics={}))
+
+    def checkpoint(self, version: Version) -> None:
+        self.apply(Checkpointed(version))
 
     def go_back(self, checkpoint: Version) -> list[GroupKey]:
         """After the death of the ring, whose trainer goes on from that checkpoint: the groups that wait, in the order of finishing."""

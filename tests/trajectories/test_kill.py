@@ -28,6 +28,19 @@ def test_i8_no_finished_group_is_lost_and_none_is_trained_twice(tmp_path: Path) 
     assert version > 0 and Counter(learnt) == Counter(range(drawn))
 
 
+def test_i8_deaths_at_random_instants_lose_no_group_and_no_token(tmp_path: Path) -> None:
+    """`tests/real` has two hundred of them."""
+    die_often(tmp_path, times=30, seed=1)
+
+
+def die_often(folder: Path, *, times: int, seed: int) -> None:
+    command = [sys.executable, str(Path(__file__).with_name("killed_often.py")), str(folder), str(times), str(seed)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    _, deaths, _, groups, _, learnt = done.stdout.split()
+    assert int(deaths) == times and int(groups) > times // 4 and int(learnt) > times // 8, "it was killed while it made groups and steps"
+
+
 def start(folder: Path, total: int) -> subprocess.Popen[str]:
     program = Path(__file__).with_name("killed_run.py")
     return subprocess.Popen([sys.executable, str(program), str(folder), str(total)], stdout=subprocess.PIPE, text=True)

@@ -1,5 +1,5 @@
-"""Pairs of a checkpoint and a copy of the run's store in its folder, and the place of the store
-itself.
+"""Pairs of a checkpoint and a copy of the index of the run's store in its folder, and the place of
+the index itself, which is called the store here: tokens lie in `segments`, which nobody copies.
 
 The store lies on a disk of the machine that the gateway runs on. Its log of writes (WAL) needs
 memory that all processes that open it share. On a network file system it would be lost without a

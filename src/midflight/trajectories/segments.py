@@ -1,4 +1,4 @@
-"""Segments: the files that hold the tokens of rollouts, beside the store's index.
+"""Segment files, which hold the tokens of rollouts, beside the store's index.
 
 A segment is only ever appended to, and is full at `SEGMENT_BYTES`. The index (`database`) has the
 place of each rollout in them. A place is written after the bytes that it names, so that the death
