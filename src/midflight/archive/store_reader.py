@@ -103,17 +103,17 @@ def file_of(folder: Path, kind: Kind) -> Path:
 class StoreFiles(NamedTuple):
     """The files of one gateway's store."""
 
-    index: Path
+    path: Path
     segments: Path
 
 
 def stores_of(folder: Path) -> list[StoreFiles]:
     """The stores of a run, that of its first gateway first. Empty if the run has none yet."""
-    index = file_of(folder, Kind.TRAINING)
-    if not index.is_file():
+    path = file_of(folder, Kind.TRAINING)
+    if not path.is_file():
         return []
-    others = [StoreFiles(path, path.parent / SEGMENTS) for path in shard_stores(folder)]
-    return [StoreFiles(index, folder / SEGMENTS), *others]
+    others = [StoreFiles(other, other.parent / SEGMENTS) for other in shard_stores(folder)]
+    return [StoreFiles(path, folder / SEGMENTS), *others]
 
 
 @contextmanager

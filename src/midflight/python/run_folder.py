@@ -92,7 +92,7 @@ def rollouts_of(folder: Path) -> Iterator[RolloutRecord]:
 
 
 def _seen(files: StoreFiles, tokenizer: Tokenizer) -> Iterator[RolloutRecord]:
-    with closing(Store(files.index, run=None, segments=files.segments)) as store:
+    with closing(Store(files.path, run=None, segments=files.segments)) as store:
         for rollout, task, state, version in store.ended():
             versions: set[int] = set()
             for row in rollout.rows:

@@ -219,8 +219,11 @@ def _row(values: list[Any]) -> RecordedRow:
     records = columns.pop("records")
     arrays: dict[str, bytes] = {}
     for name, value in columns.items():
-        runs = isinstance(value, list)
-        arrays[name] = _repeated(*cast("list[bytes]", value), name) if runs else value or b""
+        if isinstance(value, list):
+            one_each, lengths = cast("list[bytes]", value)
+            arrays[name] = _repeated(one_each, lengths, name)
+        else:
+            arrays[name] = value or b""
     return RecordedRow(arrays, role, tuple(records))
 
 

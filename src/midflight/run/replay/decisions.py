@@ -82,7 +82,7 @@ class _DecidesAgain:
         self._limits = limits
         self._found = found
         self._books = Books(limits, start_version=0)
-        self._store = Store(files.index, run=None, segments=files.segments)
+        self._store = Store(files.path, run=None, segments=files.segments)
         self._waiting: dict[GroupKey, Group] = {}
         self._leases: dict[int, tuple[Group, ...]] = {}
 
@@ -94,7 +94,7 @@ class _DecidesAgain:
         with opened(*self._files) as record:
             if not record.has_chain:
                 raise NoRun(
-                    f"{self._files.index} has no record of its events: an older Midflight made the run."
+                    f"{self._files.path} has no record of its events: an older Midflight made the run."
                 )
             for link in record.links():
                 yield from self._event(link)
@@ -105,7 +105,7 @@ class _DecidesAgain:
                 return
             case "older":
                 raise NoRun(
-                    f"{self._files.index} was begun by an older Midflight, which did not record its "
+                    f"{self._files.path} was begun by an older Midflight, which did not record its "
                     "events, so that its decisions cannot be made again."
                 )
             case "waiting":

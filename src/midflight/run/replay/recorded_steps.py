@@ -61,7 +61,7 @@ class StoredBatches:
         return parts[0] if len(parts) == 1 else merged(line.version - 1, parts)
 
     def _part(self, files: StoreFiles, version: Version) -> PackedBatch:
-        store = Store(files.index, run=None, segments=files.segments)
+        store = Store(files.path, run=None, segments=files.segments)
         try:
             groups = store.groups_of_step(version)
             forks = store.forks()
