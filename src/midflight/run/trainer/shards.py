@@ -63,7 +63,7 @@ class ShardedRollouts:
         self._parts[train_version] = [
             LeasePart(batch.lease, int(batch.loss_mask.sum())) for batch in batches
         ]
-        return merged(train_version, batches)
+        return await asyncio.to_thread(merged, train_version, batches)
 
     async def done(self, step: Stepped) -> None:
         """Reports to each shard the step with its own part."""
