@@ -21,7 +21,7 @@ from midflight.trajectories.database import (
     naming,
 )
 from midflight.trajectories.heldout import HELDOUT
-from midflight.trajectories.pairs import STORE, readable, shard_stores
+from midflight.trajectories.pairs import STORE, readable, shard_folders
 from midflight.types import GroupKey, Kind, RolloutKey, Task
 
 Decoded = TypeVar("Decoded")
@@ -85,6 +85,15 @@ def file_of(folder: Path, kind: Kind) -> Path:
     return path
 
 
+def files_of(folder: Path) -> list[Path]:
+    """The files in which the gateways of a run keep their rollouts, the first gateway's first. Those
+    of other gateways that have none yet are left out.
+    """
+    disk = store_folder_of(folder)
+    found = [readable(shard, disk)[0] for shard in shard_folders(folder)]
+    return [file_of(folder, Kind.TRAINING), *(path for path in found if path.is_file())]
+
+
 @contextmanager
 def reading(folder: Path, kind: Kind = Kind.TRAINING) -> Generator[StoreReader]:
     """Opens the store of the run in a folder, or its newest copy if only a copy is here. Raises
@@ -114,7 +123,7 @@ def _join_shards(connection: sqlite3.Connection, folder: Path) -> None:
     """Lets the stores of several gateways be read as one. Their tables share no group. Each gateway
     numbers its own leases, so that these get new numbers.
     """
-    shards = shard_stores(folder)
+    _, *shards = files_of(folder)
     if not shards:
         return
     for number, path in enumerate(shards):
@@ -144,10 +153,12 @@ def store_folder_of(folder: Path) -> Path | None:
 
 
 def copy_in_words(folder: Path) -> str | None:
-    """Returns a sentence that says that a copy of the run's store is read, and how old it is.
-    Returns None if the store itself is read.
+    """Returns a sentence that says that a copy of one of the run's stores is read, and how old it
+    is. Returns None if the stores themselves are read.
     """
-    _, copy = readable(folder, store_folder_of(folder))
+    disk = store_folder_of(folder)
+    found = [readable(one, disk)[1] for one in (folder, *shard_folders(folder))]
+    copy = next((copy for copy in found if copy is not None), None)
     if copy is None:
         return None
     return (

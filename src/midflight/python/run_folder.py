@@ -10,13 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from midflight.archive.journal import Tail
-from midflight.archive.store_reader import file_of
+from midflight.archive.store_reader import files_of
 from midflight.errors import ConfigError
 from midflight.observe.lines import Line, decode_line
 from midflight.text.tokenizer import Tokenizer
-from midflight.trajectories.pairs import shard_stores
 from midflight.trajectories.store import Store
-from midflight.types import Json, Kind, Row, Task, Version
+from midflight.types import Json, Row, Task, Version
 from midflight.types.rollouts import spans
 
 
@@ -84,11 +83,11 @@ def rollouts_of(folder: Path) -> Iterator[RolloutRecord]:
     """The rollouts of the run in a folder, in the order of its gateways and then of its tasks. It
     only reads, also while the run goes on.
     """
-    path = file_of(folder, Kind.TRAINING)
-    if not path.exists():
+    files = files_of(folder)
+    if not files[0].exists():
         raise ConfigError(f"{folder} has no rollouts yet; train first.")
     tokenizer = Tokenizer.load(folder / "start")
-    for one in (path, *shard_stores(folder)):
+    for one in files:
         yield from _seen(one, tokenizer)
 
 

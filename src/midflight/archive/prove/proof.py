@@ -14,12 +14,10 @@ from midflight.archive.prove import formulas
 from midflight.archive.prove.batches import BatchMember, Rules, batch_digest, groups_of
 from midflight.archive.prove.links import Chain, check_groups, check_rollouts, read_chain
 from midflight.archive.prove.record import Key, StoreRecord, opened
-from midflight.archive.store_reader import file_of
+from midflight.archive.store_reader import files_of
 from midflight.errors import NoRun
 from midflight.observe.history import read_journal
 from midflight.observe.lines import StepLine
-from midflight.trajectories.pairs import shard_stores
-from midflight.types import Kind
 
 POLICIES = ("wait", "drop", "mask")
 MAX_BOUND = 17
@@ -110,10 +108,10 @@ def _hexadecimal(digest: str | None) -> str:
 
 
 def _paths(folder: Path) -> list[Path]:
-    path = file_of(folder, Kind.TRAINING)
-    if not path.is_file():
+    paths = files_of(folder)
+    if not paths[0].is_file():
         raise NoRun(f"{folder} has no store: give the folder of a run that has begun to train.")
-    return [path, *shard_stores(folder)]
+    return paths
 
 
 def check_steps(

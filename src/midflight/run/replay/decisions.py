@@ -14,15 +14,14 @@ from pathlib import Path
 import msgspec
 
 from midflight.archive.prove.record import Link, opened
-from midflight.archive.store_reader import file_of
+from midflight.archive.store_reader import files_of
 from midflight.buffer.books import Books
 from midflight.buffer.groups import Limits, Wait
 from midflight.config.load import past_config
 from midflight.errors import NoRun
 from midflight.run.rollout.system import buffer_limits
-from midflight.trajectories.pairs import shard_stores
 from midflight.trajectories.store import Store
-from midflight.types import Batch, Group, GroupKey, Kind, Reason
+from midflight.types import Batch, Group, GroupKey, Reason
 from midflight.types.facts import (
     Admitted,
     GroupFinished,
@@ -61,10 +60,9 @@ def decide_again(folder: Path) -> Decisions:
     record of them.
     """
     config = past_config(folder / "config.toml")
-    path = file_of(folder, Kind.TRAINING)
-    if not path.is_file():
+    paths = files_of(folder)
+    if not paths[0].is_file():
         raise NoRun(f"{folder} has no store: give the folder of a run that has begun to train.")
-    paths = [path, *shard_stores(folder)]
     found = Decisions()
     for each in paths:
         limits = buffer_limits(config.rollout, shards=len(paths))

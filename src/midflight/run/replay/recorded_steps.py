@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from midflight.archive.store_reader import file_of
+from midflight.archive.store_reader import files_of
 from midflight.buffer.groups import WaitingGroup
 from midflight.buffer.staleness import Lineage
 from midflight.config.sections import Config
@@ -16,9 +16,8 @@ from midflight.errors import NoRun
 from midflight.observe.history import read_journal
 from midflight.observe.lines import StepLine
 from midflight.trajectories.packing import merged, pack
-from midflight.trajectories.pairs import shard_stores
 from midflight.trajectories.store import Store
-from midflight.types import Batch, Group, Kind, PackedBatch, Version
+from midflight.types import Batch, Group, PackedBatch, Version
 
 
 class RecordedBatches(Protocol):
@@ -45,11 +44,10 @@ class StoredBatches:
     """Makes batches of a run's store, or stores."""
 
     def __init__(self, folder: Path, config: Config) -> None:
-        path = file_of(folder, Kind.TRAINING)
-        if not path.is_file():
+        self._paths = files_of(folder)
+        if not self._paths[0].is_file():
             raise NoRun(f"{folder} has no store: give the folder of a run that has trained.")
         self._folder = folder
-        self._paths = [path, *shard_stores(folder)]
         self._rules = config.rollout
 
     def __call__(self, line: StepLine) -> PackedBatch:
