@@ -18,6 +18,7 @@ import msgspec
 
 from midflight.config.seats import engine_seats, engines_min, seat_resources
 from midflight.config.sections import Config
+from midflight.config.shards import unsharded
 from midflight.errors import ConfigError
 from midflight.run.launcher.checks.check import Plan
 from midflight.run.launcher.checks.fit import hardware_of, misfits
@@ -45,7 +46,8 @@ def cluster(plan: Plan) -> None:
         return
     from midflight.run.places.ray import connect
 
-    asked = check_cluster(connect(plan.config), plan.config, say=to_terminal)
+    config = plan.config if plan.trains else unsharded(plan.config)
+    asked = check_cluster(connect(config), config, say=to_terminal)
     if main_task(asked) != 0:
         raise KeyboardInterrupt
 
