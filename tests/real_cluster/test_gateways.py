@@ -36,7 +36,7 @@ OPTIONS = (
     *("cluster.rollout={rollout=1}", "cluster.trainer={trainer=1}", "cluster.engine={engine=1}", f"rollout.max_staleness={STALENESS}"),
     *(f"run.store_folder={DISK}", "environment.workers=0"),
     'environment.rewards=[{entry="tests.real_cluster.rewards:sum_of_letters"}]',
-    *("cluster.lost_seconds=30", "run.stall_seconds=120", "environment.rollout_seconds=600"),
+    *("cluster.lost_seconds=60", "run.stall_seconds=120", "environment.rollout_seconds=600"),
 )
 OTHERS_STAY = "It goes on from its store; trainer, engines and the other gateways stay."
 TRAINED = """

@@ -237,7 +237,7 @@ class Stepper:
             )
         record.updated(loss, norm, held_back=held_back)
 
-    def _alarms(self, record: StepRecord, update: Update) -> list[str]:
+    def _alarms(self, record: StepRecord, update: Update) -> tuple[str, ...]:
         """The alarms of an update. The first rank has the values of all tokens, and says them to
         the others.
         """
@@ -247,7 +247,7 @@ class Stepper:
         if self._ranks.is_first:
             found = diagnostics.alarms(token_metrics(record, update.tokens, update.where))
             said = msgspec.json.encode(found)
-        return msgspec.json.decode(self._ranks.from_first(said), type=list[str])
+        return msgspec.json.decode(self._ranks.from_first(said), type=tuple[str, ...])
 
     def _factors(self, update: Update) -> Factors | None:
         """The factors of all the update's tokens, if the log-probabilities are known before the
