@@ -206,7 +206,7 @@ lint: $(VENV)/.dev
 # What operators are given. systemd-analyze is the system's own, and left out where it is not.
 lint-ops: $(VENV)/.dev $(VENV)-ops/.done
 	$(VENV)-ops/bin/hadolint ops/Dockerfile
-	$(VENV)-ops/bin/shellcheck ops/*.sh ops/cluster/*.sh
+	$(VENV)-ops/bin/shellcheck ops/*.sh ops/cluster/*.sh ops/nginx/*.sh
 	$(VENV)-ops/bin/kubernetes-validate --strict --quiet ops/kubernetes/*.yaml
 	if command -v systemd-analyze > /dev/null; then \
 	    cp ops/midflight@.service $(VENV)-ops/midflight@demo.service && \

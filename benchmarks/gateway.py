@@ -14,9 +14,13 @@ measured; every session and token is recorded as in training.
 | pauses | how long after `continue_generation` a client that waits has its answer |
 | sessions | the memory of live sessions of 2 000 tokens over four turns |
 | streams | streams of one token a message: the shorter the engine's steps, the more tokens come, until the gateway is the limit; then several share a message |
-| shards | requests a second with one and with two gateways, each with an engine and clients of its own |
+| shards | sessions, requests and streamed tokens a second with one and with two gateways, each with an engine and clients of its own; a session is opened, asked once and ended |
 | fleet | what a request and a handover cost where there are many engines: the fleet and the real handover, over scripted engines on virtual time |
 | turns | CPU of a turn of an agent that sends its whole conversation again, by the tokens of that; and the bytes that a session keeps of each token |
+
+In part `shards` each gateway has a core for itself, and engines and clients have the others. Where
+there are no others they share those of the gateways: the rates are then those of a busy machine,
+and what a gateway can do on a core of its own follows from its CPU time alone.
 
 Part `turns` has neither engine nor socket (`sides/long_agents.py`): a body goes into the
 application and the answer comes out. What a request costs on the wire to an engine process is told
@@ -124,6 +128,10 @@ ALONE = 1.05
 Figures = dict[str, float]
 
 
+RATES = {"session": "sessions_per_second", "whole": "rps", "stream": "tokens_per_second"}
+"""The figure of each kind of load that says how much was done a second."""
+
+
 @dataclass
 class Server:
     """A server under load. `keys` is a file of API keys, where requests need them."""
@@ -140,15 +148,17 @@ class Server:
 
     def load(self, connections: int, seconds: float, *, stream: bool) -> Figures:
         """What clients with so many connections got, and the server's CPU time for each."""
+        return self.loaded(connections, seconds, "stream" if stream else "whole")
+
+    def loaded(self, connections: int, seconds: float, kind: str) -> Figures:
+        """The same for one of `RATES`."""
         before = family_cpu_seconds(self.process.pid)
-        kind = "stream" if stream else "whole"
         command = side(
             "gateway_servers", "load", self.port, connections, seconds, kind, self.keys or "-"
         )
         found: Figures = json.loads(output_of(command))
         spent = family_cpu_seconds(self.process.pid) - before
-        rate = found["tokens_per_second"] if stream else found["rps"]
-        found["cpu_us"] = 1e6 * spent / max(1.0, rate * seconds)
+        found["cpu_us"] = 1e6 * spent / max(1.0, found[RATES[kind]] * seconds)
         if found["failures"]:
             print(f"{self.name}: {found['failures']:.0f} requests failed", file=sys.stderr)
         return found
@@ -415,36 +425,50 @@ def streamed(rest_us: int, seconds: float) -> Figures:
 # --- Several gateways -----------------------------------------------------------------------------
 
 
+NAMES = {"session": "sessions", "whole": "requests", "stream": "tokens"}
+
+
 def shards(options: argparse.Namespace, report: Report) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    others = cores[2:] or cores
     with ExitStack() as stack:
+        # what is started here has these cores, and the gateways get others once they run
+        os.sched_setaffinity(0, others)
+        stack.callback(os.sched_setaffinity, 0, cores)
         gateways = [midflight(stack, started(stack, "engine", 0)) for _ in range(2)]
-        deeds: dict[int, Callable[[], Figures]] = {}
+        for gateway, core in zip(gateways, cores, strict=False):
+            for pid in family(gateway.process.pid):
+                os.sched_setaffinity(pid, {core})
+        deeds: dict[tuple[int, str], Callable[[], Figures]] = {}
         for number in (1, 2):
-            deeds[number] = lambda number=number: together(
-                gateways[:number], options.connections // number, options.seconds
-            )
+            for kind in RATES:
+                deeds[number, kind] = lambda number=number, kind=kind: together(
+                    gateways[:number], options.connections // number, options.seconds, kind
+                )
         found = alternate(deeds, rounds=options.rounds)
-    report.say(f"{options.connections} connections, {os.cpu_count()} cores")
+    shared = "engines and clients have the others"
+    if len(cores) < 3:
+        shared = "engines and clients share them: the rates are of a busy machine"
+    report.say(f"{options.connections} connections; a core for each gateway, {shared}")
     table = report.table(
-        "gateways",
-        "requests/s",
-        "CPU of a request, in its gateway",
-        "so at most, each on a core of its own",
+        "gateways", "of what", "a second", "CPU of one, in its gateway", "so at most a second"
     )
-    for number, results in found.items():
-        rps = median_of(results, lambda figures: figures["rps"])
+    for (number, kind), results in found.items():
+        rate = median_of(results, lambda figures: figures["rate"])
         cpu = median_of(results, lambda figures: figures["cpu_us"])
-        table.row(number, f"{rps:,.0f}", f"{cpu:.0f} µs", f"{number * 1e6 / cpu:,.0f}/s")
+        most = number * 1e6 / cpu
+        table.row(number, NAMES[kind], f"{rate:,.0f}", f"{cpu:.1f} µs", f"{most:,.0f}")
 
 
-def together(gateways: list[Server], connections: int, seconds: float) -> Figures:
-    """Requests a second of all, and the CPU time of a request in its gateway."""
+def together(gateways: list[Server], connections: int, seconds: float, kind: str) -> Figures:
+    """How much all did a second, and the CPU time of one in its gateway."""
     with ThreadPoolExecutor(len(gateways)) as loads:
-        asked = [loads.submit(each.load, connections, seconds, stream=False) for each in gateways]
+        asked = [loads.submit(each.loaded, connections, seconds, kind) for each in gateways]
         answers = [one.result() for one in asked]
-    rps = sum(figures["rps"] for figures in answers)
-    cpu = sum(figures["cpu_us"] * figures["rps"] for figures in answers) / rps
-    return {"rps": rps, "cpu_us": cpu}
+    name = RATES[kind]
+    rate = sum(figures[name] for figures in answers)
+    cpu = sum(figures["cpu_us"] * figures[name] for figures in answers) / max(1e-9, rate)
+    return {"rate": rate, "cpu_us": cpu}
 
 
 # --- Many engines ---------------------------------------------------------------------------------

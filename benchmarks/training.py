@@ -26,6 +26,10 @@ that several of them map (libraries, mostly) count once.
 
 Both sides are processes of their own, in turn, each round anew: one thread each for the step. On
 busy cores compare CPU seconds.
+
+**batches**: the bytes that the second of several ranks gets of a batch, beside those of the whole
+batch. Rows of 16 000 tokens in groups of 16: a prompt of 512, then one answer of two versions. A
+loss that looks beyond a token needs the values of tokens in others' rows too. No clock is in it.
 """
 
 from __future__ import annotations
@@ -51,6 +55,8 @@ from midflight.text.byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from midflight.types import PackedBatch
 
 
 UNMEASURED = 2
@@ -458,7 +464,80 @@ def write_plan(race: str, config: Config, plan: Path, model: Path) -> None:
     (plan / "numbers.json").write_text(json.dumps(numbers))
 
 
-PARTS = {"step": step, "reward": reward}
+# --- What a rank gets -----------------------------------------------------------------------------
+
+LONG_ROW = 16_000
+LONG_PROMPT = 512
+LONG_GROUP = 16
+
+
+def batches(options: argparse.Namespace, report: Report) -> None:
+    from midflight.trajectories.packing import to_bytes
+
+    batch = long_batch(options.rows)
+    whole = len(to_bytes(batch))
+    report.say(f"{options.rows} rows of {LONG_ROW} tokens: {whole / 1e6:.1f} MB")
+    table = report.table("ranks", "MB", "share", "looks beyond: MB", "share")
+    for ranks in options.ranks:
+        own, beyond = (len(rows_of_second(batch, ranks, beyond=b)) for b in (False, True))
+        table.row(
+            str(ranks),
+            f"{own / 1e6:.1f}",
+            f"{own / whole:.1%}",
+            f"{beyond / 1e6:.1f}",
+            f"{beyond / whole:.1%}",
+        )
+
+
+def rows_of_second(batch: PackedBatch, ranks: int, *, beyond: bool) -> bytes:
+    """What the second of these ranks gets, as the trainer makes it."""
+    import torch
+
+    from midflight.trainer.credit import Scoring
+    from midflight.trainer.model.microbatch import dealt
+    from midflight.trainer.own_rows import encode_own_rows
+    from midflight.trainer.tokens import step_tokens
+
+    tokens = step_tokens(
+        batch,
+        Scoring(),
+        max_staleness=4,
+        max_missing_share=0.1,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    rank_of_row = dealt(tokens.predictions, [np.arange(tokens.num_tokens)], size=ranks)
+    predictions = replace(tokens.predictions, rank_of_row=rank_of_row)
+    tokens = replace(tokens, predictions=predictions)
+    return encode_own_rows(tokens, 1, version=1, looks_beyond=beyond)
+
+
+def long_batch(num_rows: int) -> PackedBatch:
+    """A batch of version 1. Half of each answer is of version 0."""
+    from midflight.types import PackedBatch
+
+    draw = np.random.default_rng(0)
+    ids = draw.integers(0, 150_000, (num_rows, LONG_ROW), dtype=np.int32)
+    ids[:, :LONG_PROMPT] = np.repeat(ids[::LONG_GROUP, :LONG_PROMPT], LONG_GROUP, axis=0)
+    trained = np.broadcast_to(np.arange(LONG_ROW) >= LONG_PROMPT, ids.shape)
+    versions = np.broadcast_to((np.arange(LONG_ROW) >= LONG_ROW // 2).astype(np.int32), ids.shape)
+    return PackedBatch(
+        lease=1,
+        train_version=1,
+        token_ids=ids.ravel(),
+        loss_mask=trained.ravel(),
+        logprobs=-draw.random(ids.size, dtype=np.float32),
+        versions=versions.ravel(),
+        kv_versions=versions.ravel(),
+        row_offsets=np.arange(0, ids.size + 1, LONG_ROW, dtype=np.int32),
+        row_rollout=np.arange(num_rows, dtype=np.int32),
+        rewards=draw.random(num_rows, dtype=np.float32),
+        rollout_group=np.repeat(np.arange(num_rows // LONG_GROUP, dtype=np.int32), LONG_GROUP),
+        truncated=np.zeros(num_rows, np.bool_),
+    )
+
+
+PARTS = {"step": step, "reward": reward, "batches": batches}
 
 
 def main() -> None:
@@ -484,6 +563,8 @@ def main() -> None:
     arguments.option(
         "--races", [*RACES][:-1], smoke=["smoke"], choices=[*RACES], help="of part `reward`"
     )
+    arguments.option("--rows", 1024, smoke=32, help="of part `batches`, groups of 16")
+    arguments.option("--ranks", [2, 4, 8], help="of part `batches`")
     arguments.option("--reward-rounds", 1, help="rounds of part `reward`, some minutes each")
     arguments.option("--steps", 5, smoke=1, help="measured steps of each round, part `step`")
     arguments.option("--unmeasured", UNMEASURED, help="steps before those, part `step`")

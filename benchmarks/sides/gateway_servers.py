@@ -8,7 +8,7 @@
 | engine | a trivial engine on the gateway's wire: the letter `a` as every token, a step as soon as the one before was sent |
 | midflight | the gateway over that engine, every session and token recorded |
 | aiohttp | a proxy of ten lines over `upstream` |
-| load | keep-alive connections that send a chat request, wait for the whole answer, and send the next; prints one line of JSON |
+| load | keep-alive connections that send a chat request, wait for the whole answer, and send the next; or that open a session, ask it once and end it; prints one line of JSON |
 
 Behind the port: microseconds from one step of the engine to the next, or the port behind; for
 `load` see `load_side`.
@@ -293,8 +293,10 @@ async def midflight(port: int, engine_port: int) -> None:
 
     from midflight.config.sections import Config
     from midflight.engines.remote import RemoteEngine
+    from midflight.gateway.answers.owned_sessions import OwnedSessions
     from midflight.gateway.http.http import build_app
     from midflight.observe.prometheus import Metrics
+    from midflight.run.api.session_routes import SessionRoutes
     from midflight.run.launcher.child import GC_THRESHOLD
     from midflight.run.parts import serve_while
     from midflight.run.rollout.serving import Serving
@@ -325,9 +327,16 @@ async def midflight(port: int, engine_port: int) -> None:
             ).api_key
             for k in range(SESSIONS)
         ]
+        routes = SessionRoutes(
+            serving.gateway,
+            OwnedSessions(serving.gateway, session_seconds=3600.0),
+            token=CONTROL_TOKEN,
+            sampling=sampling,
+            served=serving.fleet.served_version,
+        ).routes()
         with socket.create_server(("127.0.0.1", port)) as listener:
             await serve_app(
-                build_app(serving.gateway, serving.control),
+                build_app(serving.gateway, serving.control, extra_routes=routes),
                 listener,
                 ready=lambda: print(json.dumps(tokens), flush=True),
             )
@@ -335,6 +344,7 @@ async def midflight(port: int, engine_port: int) -> None:
     await serve_while(main(), remote.run())
 
 
+CONTROL_TOKEN = "the-control-token-of-a-benchmark"
 SESSIONS = 4096
 """Opened before the start: each request of the load goes to a session of its own, as those of an
 agent's first turn do.
@@ -462,10 +472,48 @@ async def load(
     }
 
 
+def session_request(path: str) -> bytes:
+    """A request about a session, by whoever runs the agent."""
+    head = (
+        f"POST /midflight/v1/sessions{path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer "
+        f"{CONTROL_TOKEN}\r\ncontent-type: application/json\r\n"
+    )
+    return f"{head}content-length: 2\r\n\r\n{{}}".encode()
+
+
+async def sessions(port: int, connections: int, seconds: float) -> dict[str, float]:
+    """Each connection opens a session, asks it once, ends it, and opens the next."""
+    loop = asyncio.get_running_loop()
+    ended = failures = 0
+    until = time.perf_counter() + seconds
+
+    async def client() -> None:
+        nonlocal ended, failures
+        _, connection = await loop.create_connection(Connection, "127.0.0.1", port)
+        while time.perf_counter() < until:
+            opened = await connection.ask(session_request(""))
+            session = json.loads(opened.partition(b"\r\n\r\n")[2])
+            answer = await connection.ask(request(key=session["api_key"], stream=False))
+            end = await connection.ask(session_request(f"/{session['session_id']}/end"))
+            ended += 1
+            failures += not all(one.startswith(b"HTTP/1.1 200") for one in (opened, answer, end))
+        connection.transport.close()
+
+    started = time.perf_counter()
+    async with asyncio.TaskGroup() as clients:
+        for _ in range(connections):
+            clients.create_task(client())
+    return {"sessions_per_second": ended / (time.perf_counter() - started), "failures": failures}
+
+
 def load_side(port: int, connections: str, seconds: str, kind: str, keys: str) -> None:
-    """`kind` is `whole` or `stream`; `keys` is a file with a list of API keys to take turns with,
-    or `-`.
+    """`kind` is `whole`, `stream` or `session`; `keys` is a file with a list of API keys to take
+    turns with, or `-`.
     """
+    if kind == "session":
+        found = uvloop.run(sessions(port, int(connections), float(seconds)))
+        print(json.dumps(found))
+        return
     own = ["sk-any"] if keys == "-" else json.loads(Path(keys).read_text())
     stream = kind == "stream"
     print(

@@ -25,3 +25,9 @@ def test_an_example_is_shown_by_the_help_and_accepted_by_the_command(name: str, 
     assert main([name, "--help"]) == 0
     assert EXAMPLES[name] in " ".join(capsys.readouterr().out.split())
     assert COMMANDS[name].make_context(name, words[2:]).params
+
+
+def test_a_command_that_is_gone_is_refused_by_its_name_with_what_to_use(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["front", "runs/demo", "--port", "8000"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("midflight: `midflight front` is gone: nginx gives") and "ops/nginx/gateways.sh RUN" in said

@@ -21,8 +21,6 @@ from midflight.errors import ConfigError
             "rollout.max_in_flight (15) leaves no group of 8 for each of gateway.shards (2)",
         ),
         (["gateway.shards=16"], "gateway.shards is 16, and more than 11 stores can't be read as one"),
-        (["gateway.shards=2", "cluster.kind=ray"], "gateway.shards is 2, which needs one machine"),
-        (["gateway.shards=2", "run.store_folder=/x"], "each has a store in the run's folder"),
         (["gateway.shards=2", "environment.entry=midflight.environments.claimed:claimed"], "rollouts that are claimed go to one gateway"),
         (["rollout.min_group_size=9"], "rollout.min_group_size (9) is more than rollout.group_size (8)"),
         (

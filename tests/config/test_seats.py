@@ -35,6 +35,16 @@ variables = ["HF_HOME"]
     assert there.cluster.lost_seconds == 30.0 and there.cluster.token_file == Path("token")
 
 
+def test_each_of_several_gateways_has_a_seat_with_its_part_of_the_agents() -> None:
+    """Six processes of agents beside two gateways are three beside each."""
+    options = [RAY, "gateway.shards=2", "environment.workers=6", "environment.entry=agents:play", "engine.count=1"]
+    found = load_config(None, options)
+    assert seat_resources(found)["rollout"] == {"CPU": 4.0}
+    of_one = load_config(None, [*options, "gateway.shards=1"])
+    assert seat_resources(of_one)["rollout"] == {"CPU": 7.0}
+    assert run_resources(found)["CPU"] - run_resources(of_one)["CPU"] == 2 * 4.0 - 7.0
+
+
 def test_a_transport_that_is_asked_for_stays() -> None:
     assert load_config(None, [RAY, "weights.transport=shared_memory"]).weights.transport == "shared_memory"
 

@@ -109,6 +109,14 @@ def test_a_resource_that_no_machine_has_is_named_with_the_most_that_there_is() -
             ("trainer.ranks=2", "cluster.trainer={ CPU = 8 }", "cluster.rollout={ CPU = 1 }", "cluster.engine={}"),
             "cluster.trainer: the run begins with 2 seats of CPU: 8 each, and beside the gateway the cluster has room for 1 (",
         ),
+        (
+            ("gateway.shards=3", "rollout.groups_per_step=6", "cluster.rollout={ CPU = 5 }"),  # one on each machine
+            "cluster.rollout: the run begins with 3 seats of CPU: 5 each, and the cluster has room for 2 (",
+        ),
+        (
+            ("gateway.shards=2", "cluster.rollout={ CPU = 7 }", "cluster.trainer={ CPU = 2 }"),
+            "cluster.trainer: the run begins with 1 seats of CPU: 2 each, and beside the gateways the cluster has room for 0 (",
+        ),
     ],
 )
 def test_a_cluster_that_has_no_room_for_all_seats_at_once_is_told_how_many_it_has_room_for(options: tuple[str, ...], said: str) -> None:

@@ -90,7 +90,7 @@ class Site:
             self,  # pyright: ignore[reportArgumentType]
             self.budgets,
             self.said.append,
-            gateway=gateway,
+            gateways=(gateway,),
             control_token="control",
             engine_token="engine",
             worker_token="worker",

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midflight.config.load import load_config
+from midflight.config.sections import Config
 from midflight.errors import every_error
 from midflight.observe.activity import ProcessWork
 from midflight.observe.status import Phase, Status
@@ -219,7 +220,7 @@ class Played:
 
 def ring_of(site: Site) -> Ring:
     class PlayedRing(Ring):
-        def _new_places(self) -> Any:
+        def _new_places(self, config: Config) -> Any:
             return site
 
         async def _spare(self, worker: str) -> None:

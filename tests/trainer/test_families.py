@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midflight.trainer.model.microbatch import Family, families, fill, predictions_of, share_of, split
+from midflight.trainer.model.microbatch import Family, dealt, families, fill, predictions_of, split
 from midflight.trainer.model.policy import Policy
 from midflight.types import PackedBatch
 
@@ -85,7 +87,8 @@ def test_ranks_get_every_prediction_once(size: int, shared: int) -> None:
     data = with_prompts(shared)
     predictions = predictions_of(data.token_ids, data.row_offsets, mask=data.loss_mask)
     chosen = np.arange(0, len(predictions.targets), 2)
-    shares = [share_of(predictions, chosen, rank=rank, size=size) for rank in range(size)]
+    dealt_out = replace(predictions, rank_of_row=dealt(predictions, [chosen], size=size))
+    shares = [dealt_out.of_rank(rank, chosen) for rank in range(size)]
     assert sorted(np.concatenate(shares).tolist()) == chosen.tolist()
     assert all((np.diff(share) > 0).all() for share in shares)
 
@@ -100,5 +103,6 @@ def test_ranks_get_equal_work_where_most_rows_have_nothing_in_common() -> None:
     mask[offsets[:-1]] = False
     predictions = predictions_of(np.concatenate(rows).astype(np.int32), offsets, mask=mask)
     chosen = np.arange(len(predictions.targets))
-    sizes = [len(share_of(predictions, chosen, rank=rank, size=2)) for rank in range(2)]
+    dealt_out = replace(predictions, rank_of_row=dealt(predictions, [chosen], size=2))
+    sizes = [len(dealt_out.of_rank(rank, chosen)) for rank in range(2)]
     assert max(sizes) < 1.1 * min(sizes)

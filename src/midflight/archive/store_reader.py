@@ -22,7 +22,7 @@ from midflight.trajectories.database import (
     naming,
 )
 from midflight.trajectories.heldout import HELDOUT
-from midflight.trajectories.pairs import STORE, readable, shard_stores
+from midflight.trajectories.pairs import STORE, readable, shard_folders
 from midflight.trajectories.segments import SEGMENTS, read, segment_folders
 from midflight.types import GroupKey, Kind, RolloutKey, Row, Task
 
@@ -108,12 +108,19 @@ class StoreFiles(NamedTuple):
 
 
 def stores_of(folder: Path) -> list[StoreFiles]:
-    """The stores of a run, that of its first gateway first. Empty if the run has none yet."""
+    """The stores of a run, that of its first gateway first. Those of other gateways that have none
+    yet are left out. Empty if the run has none yet.
+    """
     path = file_of(folder, Kind.TRAINING)
     if not path.is_file():
         return []
-    others = [StoreFiles(other, other.parent / SEGMENTS) for other in shard_stores(folder)]
-    return [StoreFiles(path, folder / SEGMENTS), *others]
+    stores = [StoreFiles(path, folder / SEGMENTS)]
+    disk = store_folder_of(folder)
+    for shard in shard_folders(folder):
+        other, _ = readable(shard, disk)
+        if other.is_file():
+            stores.append(StoreFiles(other, shard / SEGMENTS))
+    return stores
 
 
 @contextmanager
@@ -145,11 +152,11 @@ def _join_shards(connection: sqlite3.Connection, folder: Path) -> None:
     """Lets the stores of several gateways be read as one. Their tables share no group. Each gateway
     numbers its own leases, so that these get new numbers.
     """
-    shards = shard_stores(folder)
+    _, *shards = stores_of(folder)
     if not shards:
         return
-    for number, path in enumerate(shards):
-        connection.execute(f"ATTACH ? AS shard{number}", (address_to_read(path),))
+    for number, shard in enumerate(shards):
+        connection.execute(f"ATTACH ? AS shard{number}", (address_to_read(shard.path),))
     schemas = ["main"] + [f"shard{number}" for number in range(len(shards))]
     for table in ("groups", "rollouts", "turns", "fates", "leases", "sources"):
         columns = [name for _, name, *_ in connection.execute(f"PRAGMA main.table_info({table})")]
@@ -177,10 +184,12 @@ def store_folder_of(folder: Path) -> Path | None:
 
 
 def copy_in_words(folder: Path) -> str | None:
-    """Returns a sentence that says that a copy of the run's store is read, and how old it is.
-    Returns None if the store itself is read.
+    """Returns a sentence that says that a copy of one of the run's stores is read, and how old it
+    is. Returns None if the stores themselves are read.
     """
-    _, copy = readable(folder, store_folder_of(folder))
+    disk = store_folder_of(folder)
+    found = [readable(one, disk)[1] for one in (folder, *shard_folders(folder))]
+    copy = next((copy for copy in found if copy is not None), None)
     if copy is None:
         return None
     return (

@@ -19,7 +19,6 @@ from midflight.cli import (
     completion,
     doctor,
     fetch,
-    front,
     joining,
     replay,
     runs,
@@ -472,13 +471,13 @@ app.command("join")(joining.join)
 app.command("runs")(runs.runs)
 app.command("compare")(runs.compare)
 app.command("view")(view.view)
-app.command("front")(front.front)
 for command in (store.samples, store.ledger, store.export):
     app.command()(command)
 app.command("replay")(replay.replay)
 app.command("doctor")(doctor.doctor)
 app.command("trace")(trace_and_report.trace)
 app.command("report")(trace_and_report.report)
+
 app.command("completion", help=completion.HOW)(completion.completion)
 add_examples(app)
 
@@ -502,6 +501,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     completion.begin()
     try:
+        _check_gone(given)
         _check_overrides(given)
         return get_command(app).main(args=given, prog_name="midflight", standalone_mode=False) or 0
     except MidflightError as error:
@@ -514,6 +514,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if (full := disk_full(error)) is not None:
             return _report(full, debug="--debug" in given)
         return _usage(error)
+
+
+GONE = {
+    "front": "nginx gives the gateways of a run one address, with ops/nginx/midflight.conf and the "
+    "addresses that `ops/nginx/gateways.sh RUN` writes (docs/cluster.md)",
+}
+"""Commands that are gone, each with what to use in its place."""
+
+
+def _check_gone(given: Sequence[str]) -> None:
+    if given and given[0] in GONE:
+        raise ConfigError(f"`midflight {given[0]}` is gone: {GONE[given[0]]}.")
 
 
 def _check_overrides(given: Sequence[str]) -> None:

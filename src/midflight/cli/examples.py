@@ -19,7 +19,6 @@ EXAMPLES: Mapping[str, str] = {
     "runs": "midflight runs runs",
     "compare": "midflight compare runs/demo runs/mine",
     "view": "midflight view runs --port 8080",
-    "front": "midflight front runs/demo --port 8000",
     "samples": "midflight samples runs/demo --worst --number 5",
     "ledger": "midflight ledger runs/demo",
     "replay": "midflight replay runs/demo --step 340 --explain 0:12",

@@ -32,7 +32,7 @@ class ClusterSection(Section):
     `trainer.threads`.
     """
     rollout: dict[str, NonNegative] | None = None
-    """The resources of the seat of the gateway and all agents. Default: a CPU for the gateway, and
+    """The resources of the seat of a gateway and its agents. Default: a CPU for the gateway, and
     one for each process of agents.
     """
     engines_min: Positive | None = None

@@ -59,8 +59,8 @@ class GatewaySection(Section):
     `none` leaves thinking in the content.
     """
     shards: Positive = 1
-    """Rollout processes that `train` starts, each with a gateway, agents, buffer and store; larger
-    serves more requests on more cores.
+    """Rollout processes that `train` starts, each with a gateway, agents, buffer and store, on a
+    cluster in a seat of its own; larger serves more requests on more cores.
     """
     session_seconds: Seconds = 3600.0
     """A session opened over HTTP ends after this long without a request, and its record is kept as

@@ -7,10 +7,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from midflight.config.derived import num_engines, num_workers
+from midflight.config.derived import num_engines
 from midflight.config.devices import DevicePool, DeviceRequest, ServerSection
 from midflight.config.engine import EngineSection
 from midflight.config.sections import Config
+from midflight.config.shards import workers_of_shard
 from midflight.config.transport import chosen_transport
 
 Resources = Mapping[str, float]
@@ -42,7 +43,7 @@ def seat_resources(config: Config) -> Mapping[str, Resources]:
         trainer = _computing(config.trainer.threads, config.trainer.device, gpus=1)
     rollout = cluster.rollout
     if rollout is None:
-        rollout = {"CPU": 1.0 + num_workers(config.environment)}
+        rollout = {"CPU": 1.0 + workers_of_shard(config)}
     return {
         "engine": engine_resources(config, None),
         "trainer": trainer,
@@ -81,7 +82,7 @@ def run_resources(config: Config) -> Resources:
     asked = seat_resources(config)
     seats = list(engine_seats(config))
     seats += [asked["trainer"]] * config.trainer.ranks
-    seats.append(asked["rollout"])
+    seats += [asked["rollout"]] * config.gateway.shards
     total = defaultdict[str, float](float)
     for seat in seats:
         for name, amount in seat.items():

@@ -37,7 +37,7 @@ def shard_of(config: Config, shard: int) -> Config:
         "max_in_flight": r.max_in_flight and r.max_in_flight // shards,
         "buffer_groups": r.buffer_groups and r.buffer_groups // shards,
     }
-    workers = math.ceil(num_workers(config.environment) / shards)
+    workers = workers_of_shard(config)
     folder = shard_folder(Path(config.run.folder), shard)
     return config.model_copy(
         update={
@@ -46,6 +46,11 @@ def shard_of(config: Config, shard: int) -> Config:
             "environment": config.environment.model_copy(update={"workers": workers}),
         }
     )
+
+
+def workers_of_shard(config: Config) -> int:
+    """The processes of agents beside each rollout process."""
+    return math.ceil(num_workers(config.environment) / config.gateway.shards)
 
 
 def unsharded(config: Config) -> Config:
@@ -78,13 +83,6 @@ def shard_contradictions(config: Config) -> Iterator[str]:
         yield (
             f"rollout.max_in_flight ({r.max_in_flight}) leaves no group of {r.group_size} for "
             f"each of gateway.shards ({shards}); raise it"
-        )
-    if config.cluster.kind != "local":
-        yield f"gateway.shards is {shards}, which needs one machine; remove it, or cluster.kind"
-    if config.run.store_folder is not None:
-        yield (
-            f"gateway.shards is {shards}, and each has a store in the run's folder; remove it, "
-            "or run.store_folder"
         )
     if any(source.posted for source in config.environment.sources):
         yield (

@@ -147,14 +147,16 @@ class Critic:
         for micro, is_mine, values, _ in self._passes.forwards(
             judged.tokens.predictions, chosen, trains=True
         ):
+            if not is_mine:
+                (values.sum() * 0).backward()
+                continue
             at = micro.predictions
             found = value_loss(
                 values, judged.values[at], judged.returns[at], clip=self._valuation.clip
             )
             share = reductions.token_mean(found, num_tokens=len(chosen))
-            (share if is_mine else share * 0).backward()
-            if is_mine:
-                total += share.detach()
+            share.backward()
+            total += share.detach()
         loss = float(self._ranks.sum(total))
         norm = math.nan
         if math.isfinite(loss):

@@ -10,12 +10,15 @@ optimiser's step.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Literal
 
+import msgspec
 import numpy as np
 import torch
 from jaxtyping import Float
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import AdamW
 from transformers import PreTrainedModel
@@ -23,7 +26,7 @@ from transformers import PreTrainedModel
 from midflight.errors import RunFailed
 from midflight.trainer.critic import Critic
 from midflight.trainer.formulas import diagnostics
-from midflight.trainer.model.microbatch import Index, MicroBatch
+from midflight.trainer.model.microbatch import Index, MicroBatch, dealt
 from midflight.trainer.model.passes import Passes
 from midflight.trainer.model.ranks import Ranks
 from midflight.trainer.objective import Denominators, Factors, Objective, TokenValues, count_tokens
@@ -131,13 +134,37 @@ class Stepper:
         """The learning rate of step 0, 1, 2, ..."""
         return self._adam.learning_rate * self._schedule.factor(number)
 
+    @property
+    def looks_beyond(self) -> bool:
+        """True if a rank needs the values of tokens in rows that other ranks compute."""
+        return self._objective.looks_beyond or self._critic is not None
+
+    def shared(self, tokens: LossTokens) -> LossTokens:
+        """The tokens, with a rank for each row. In each update the ranks have equal work in the
+        tokens with a gradient, and in those without one.
+        """
+        if self._ranks.size == 1:
+            return tokens
+        predictions = tokens.predictions
+        ranks = dealt(predictions, self._parts(tokens), size=self._ranks.size)
+        return replace(tokens, predictions=replace(predictions, rank_of_row=ranks))
+
+    def _parts(self, tokens: LossTokens) -> Iterator[Index]:
+        for chosen in tokens.mini_batches(self._rules.updates_per_step):
+            if self._critic is not None:  # it has yet to say which tokens have a gradient
+                yield chosen
+                continue
+            live = self._live(tokens, chosen)
+            yield chosen[live]
+            yield chosen[~live]
+
     def take(
         self, batch: PackedBatch, tokens: LossTokens, *, number: int, version: Version
     ) -> StepReport:
         """Takes step 0, 1, 2, ..., which makes `version`, on the tokens of a batch."""
         if self.watch is not None:
             self.watch.begin(tokens)
-        record, tokens = self._update_all(tokens, number=number, version=version)
+        record, tokens = self.update(tokens, number=number, version=version)
         if self.watch is not None:
             self.watch.end(tokens, record)
         return report_of(
@@ -146,11 +173,11 @@ class Stepper:
 
     # --- Updates ----------------------------------------------------------------------------------
 
-    def _update_all(
+    def update(
         self, tokens: LossTokens, *, number: int, version: Version
     ) -> tuple[StepRecord, LossTokens]:
-        """Updates the policy, and the critic if there is one. Returns the tokens with the
-        advantages that were trained on.
+        """Makes the updates of a step: of the policy, and of the critic if there is one. Returns
+        the tokens with the advantages that were trained on.
         """
         rate = self.learning_rate(number)
         if self._critic is None or not tokens.num_tokens:
@@ -194,7 +221,7 @@ class Stepper:
     ) -> None:
         clear_gradients(self._model)
         loss = self._accumulate(update, self._factors(update), record)
-        alarms = diagnostics.alarms(token_metrics(record, update.tokens, update.where))
+        alarms = self._alarms(record, update)
         record.alarms += [sentence for sentence in alarms if sentence not in record.alarms]
         if alarms and self._rules.on_alarm == "stop":
             raise RunFailed(
@@ -209,6 +236,18 @@ class Stepper:
                 self._optimizer, learning_rate=learning_rate, max_norm=self._adam.max_grad_norm
             )
         record.updated(loss, norm, held_back=held_back)
+
+    def _alarms(self, record: StepRecord, update: Update) -> tuple[str, ...]:
+        """The alarms of an update. The first rank has the values of all tokens, and says them to
+        the others.
+        """
+        if self._ranks.size == 1:
+            return diagnostics.alarms(token_metrics(record, update.tokens, update.where))
+        said = b""
+        if self._ranks.is_first:
+            found = diagnostics.alarms(token_metrics(record, update.tokens, update.where))
+            said = msgspec.json.encode(found)
+        return msgspec.json.decode(self._ranks.from_first(said), type=tuple[str, ...])
 
     def _factors(self, update: Update) -> Factors | None:
         """The factors of all the update's tokens, if the log-probabilities are known before the
@@ -250,25 +289,31 @@ class Stepper:
         """
         tokens = update.tokens
         chosen = update.chosen
-        live = np.ones(len(chosen), np.bool_)
-        if self._objective.needs_advantage:
-            live = tokens.advantage.cpu().numpy()[chosen] != 0
+        live = self._live(tokens, chosen)
         total = tokens.behaviour.new_zeros(())
         with_entropy = self._objective.entropy_coefficient > 0
         for part, trains in ((chosen[live], True), (chosen[~live], False)):
             for micro, is_mine, policy, entropy in self._policy.forwards(
                 tokens.predictions, part, trains=trains, with_entropy=with_entropy
             ):
-                noted = record if is_mine else None
+                if not is_mine:
+                    if trains:
+                        (policy.sum() * 0).backward()
+                    continue
                 if self.watch is not None:
                     self.watch.forward(micro.predictions, policy)
-                share = self._share(update, micro, policy, entropy, whole, over=over, record=noted)
+                share = self._share(update, micro, policy, entropy, whole, over=over, record=record)
                 if trains:
-                    (share if is_mine else share * 0).backward()
-                if is_mine:
-                    total += share.detach()
-                    record.num_micro_batches += 1
+                    share.backward()
+                total += share.detach()
+                record.num_micro_batches += 1
         return total
+
+    def _live(self, tokens: LossTokens, chosen: Index) -> NDArray[np.bool_]:
+        """True at the chosen tokens that may have a gradient."""
+        if not self._objective.needs_advantage:
+            return np.ones(len(chosen), np.bool_)
+        return tokens.advantage.cpu().numpy()[chosen] != 0
 
     def _share(
         self,
@@ -279,7 +324,7 @@ class Stepper:
         whole: Factors | None,
         *,
         over: Denominators,
-        record: StepRecord | None,
+        record: StepRecord,
     ) -> Float[Tensor, ""]:
         """The part that a micro-batch has in the loss."""
         at = micro.predictions
@@ -291,6 +336,5 @@ class Stepper:
         else:
             factors = whole.at(update.position(at))
         found = self._objective.token_losses(policy, known, factors, entropy=entropy)
-        if record is not None:
-            record.note(at, factors, found, known, self._objective)
+        record.note(at, factors, found, known, self._objective)
         return self._objective.reduce(found.loss, update.tokens.rollout[at], over=over)

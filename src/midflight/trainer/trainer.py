@@ -25,10 +25,11 @@ from midflight.trainer.model.sharding import shard
 from midflight.trainer.objective import Objective
 from midflight.trainer.optimizer import Adam, adamw
 from midflight.trainer.own_loss import objective_of
+from midflight.trainer.own_rows import decode_own_rows, encode_own_rows
 from midflight.trainer.report import StepReport
 from midflight.trainer.schedule import Schedule
 from midflight.trainer.step import Stepper, StepRules
-from midflight.trainer.tokens import MAX_MISSING_SHARE, step_tokens
+from midflight.trainer.tokens import MAX_MISSING_SHARE, LossTokens, step_tokens
 from midflight.trainer.watch import StepWatch
 from midflight.types import PackedBatch, Version
 from midflight.types.digests import StepChain
@@ -70,9 +71,9 @@ class PolicyTrainer:
     skipped: the admission of new groups follows the version, and a step that gave none would stop
     it.
 
-    With several ranks each has a trainer, and all take the same steps with the same batches. Each
-    computes its share of the micro-batches, and the values of the whole batch are made whole on
-    every rank, so that each decides alike.
+    With several ranks each has a trainer, and all take the same steps. The first has the whole
+    batch, and each of the others its own rows, see `own_rows`. What the ranks compute is made whole
+    on every rank, so that each decides alike.
     """
 
     def __init__(
@@ -192,11 +193,11 @@ class PolicyTrainer:
 
     def step(self, batch: PackedBatch) -> StepReport:
         """Trains on a batch leased for the current version and makes the next one."""
-        if batch.train_version != self.version:
-            raise RunFailed(
-                f"the batch is leased for version {batch.train_version}, the trainer is at "
-                f"{self.version}. Lease a batch for it."
-            )
+        return self.train_on(batch, self.tokens_of(batch))
+
+    def tokens_of(self, batch: PackedBatch) -> LossTokens:
+        """The tokens of a batch that are in the loss, with a rank for each row."""
+        self._check_version(batch.train_version)
         check_fits(batch, self.model)
         tokens = step_tokens(
             batch,
@@ -206,11 +207,39 @@ class PolicyTrainer:
             dtype=self._dtype,
             device=self._device,
         )
+        return self._stepper.shared(tokens)
+
+    def train_on(self, batch: PackedBatch, tokens: LossTokens) -> StepReport:
+        """Makes the next version from the batch, whose tokens are `tokens`."""
         report = self._stepper.take(batch, tokens, number=self.num_steps, version=self.version + 1)
-        self.version = report.version
-        self.num_steps += 1
-        self.num_skipped += report.skipped is not None
+        self._stepped(skipped=report.skipped is not None)
         return report
+
+    def rows_of_rank(self, tokens: LossTokens, rank: int) -> bytes:
+        """What a rank needs of the tokens to follow this one: its own rows."""
+        return encode_own_rows(
+            tokens, rank, version=self.version, looks_beyond=self._stepper.looks_beyond
+        )
+
+    def follow(self, rows: bytes) -> None:
+        """Makes the step that the first rank makes, from this rank's own rows."""
+        own = decode_own_rows(rows)
+        self._check_version(own.version)
+        tokens = own.tokens(self.ranks.rank, dtype=self._dtype, device=self._device)
+        record, _ = self._stepper.update(tokens, number=self.num_steps, version=self.version + 1)
+        self._stepped(skipped=record.skipped is not None)
+
+    def _check_version(self, leased: Version) -> None:
+        if leased != self.version:
+            raise RunFailed(
+                f"the batch is leased for version {leased}, the trainer is at {self.version}. "
+                "Lease a batch for it."
+            )
+
+    def _stepped(self, *, skipped: bool) -> None:
+        self.version += 1
+        self.num_steps += 1
+        self.num_skipped += skipped
 
 
 def trainer_of(

@@ -57,10 +57,27 @@ LAYERED = frozenset(("fuse.fuse-overlayfs", "fuseblk", "fuse.mergerfs"))
 """Types of `fuse` that layer local folders."""
 
 
-def shard_stores(folder: Path) -> list[Path]:
-    """The stores of a run's gateways other than the first, in the order of their numbers."""
-    found = folder.glob(f"shards/*/{STORE}")
-    return sorted(found, key=lambda path: (len(path.parent.name), path.parent.name))
+SHARDS = "shards"
+"""The folder of a run in which gateways other than the first have their folders, by number."""
+
+
+def shard_folders(folder: Path) -> list[Path]:
+    """The folders of a run's gateways other than the first, in the order of their numbers."""
+    found = [path for path in (folder / SHARDS).glob("*") if path.name.isdecimal()]
+    return sorted(found, key=lambda path: int(path.name))
+
+
+def _run_of(folder: Path) -> Path:
+    """The run that a gateway's folder belongs to: itself for the first gateway."""
+    is_shard = folder.parent.name == SHARDS and folder.name.isdecimal()
+    if is_shard and (folder.parent.parent / "checkpoints").is_dir():
+        return folder.parent.parent
+    return folder
+
+
+def pair_folder(folder: Path, checkpoint: Path) -> Path:
+    """The folder in a checkpoint that has the copy of the store of the gateway in `folder`."""
+    return checkpoint / folder.relative_to(_run_of(folder))
 
 
 def store_path(folder: Path, store_folder: Path | None) -> Path:
@@ -181,10 +198,10 @@ class Copy(msgspec.Struct, frozen=True):
 
 def newest_copy(folder: Path) -> Copy | None:
     """The copy of the checkpoint that `latest` names."""
-    root = folder / "checkpoints"
+    root = _run_of(folder) / "checkpoints"
     with suppress(OSError, ValueError):
         checkpoint = root / (root / "latest").read_text().strip()
-        for path in checkpoint.glob("store-*.sqlite"):
+        for path in pair_folder(folder, checkpoint).glob("store-*.sqlite"):
             return Copy(path, int(path.stem.removeprefix("store-")))
     return None
 
@@ -320,7 +337,7 @@ class _StepCount(msgspec.Struct, frozen=True):
 
 
 def _num_steps(folder: Path) -> int:
-    root = folder / "checkpoints"
+    root = _run_of(folder) / "checkpoints"
     with suppress(OSError, UnicodeDecodeError, msgspec.DecodeError):
         checkpoint = root / (root / "latest").read_text().strip()
         state = (checkpoint / "state.json").read_bytes()

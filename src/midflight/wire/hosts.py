@@ -76,3 +76,11 @@ def exposure(host: str, *, anonymous: bool) -> str | None:
         "control plane and /midflight/v1 for whoever holds the control token. Listen on 127.0.0.1 "
         "behind a proxy, or keep the network private."
     )
+
+
+def is_every_address(host: str) -> bool:
+    """True if it stands for all addresses of whatever machine listens there, as 0.0.0.0 does."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False

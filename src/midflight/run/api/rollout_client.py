@@ -43,7 +43,8 @@ class RolloutClient:
         await self._http.__aexit__(*exc)
 
     async def take(self, train_version: Version) -> PackedBatch:
-        return from_bytes(await self._post("take", {"train_version": train_version}))
+        packed = await self._post("take", {"train_version": train_version})
+        return await asyncio.to_thread(from_bytes, packed)
 
     async def done(self, step: Stepped) -> None:
         await self._post("done", {**msgspec.structs.asdict(step), "now": time.monotonic()})

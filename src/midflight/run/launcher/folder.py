@@ -21,7 +21,7 @@ from midflight.observe.machine import MACHINE, machine
 from midflight.run.launcher import replaced_files
 from midflight.run.launcher.replaced_files import ReplacedFiles
 from midflight.trajectories.heldout import HELDOUT
-from midflight.trajectories.pairs import BESIDE, STORE, store_path
+from midflight.trajectories.pairs import BESIDE, STORE, shard_folders, store_path
 from midflight.trajectories.segments import SEGMENTS
 
 CONFIG = "config.toml"
@@ -156,8 +156,11 @@ def places_of(folder: Path, config: Config) -> list[ReplacedFiles]:
         for disk in (store_folder_of(folder), config.run.store_folder)
         if disk is not None and disk.is_dir()
     }
-    stores = [_place_of_store(store_path(folder, disk)) for disk in sorted(disks)]
-    return [own, *stores]
+    places = [own]
+    for disk in sorted(disks):
+        for gateway in (folder, *shard_folders(folder)):
+            places.append(_place_of_store(store_path(gateway, disk)))
+    return places
 
 
 def _place_of_store(store: Path) -> ReplacedFiles:

@@ -41,14 +41,18 @@ class GatewayClient:
         return HttpClient(url, lost=PartLost, token=self._context.control_token)
 
     async def announce(self, engine: str, address: str) -> None:
-        """Tells the gateway where an engine is. Raises `PartFailed` if it is not admitted.
+        """Tells the gateways where an engine is. Raises `PartFailed` if one does not admit it."""
+        async with asyncio.TaskGroup() as told:
+            for url in self._context.gateways:
+                told.create_task(self._announce(engine, address, url=url))
 
-        The gateway may not serve yet, and it asks the engine about itself, which takes longer the
-        larger the engine's weights are.
+    async def _announce(self, engine: str, address: str, *, url: str) -> None:
+        """The gateway may not serve yet, and it asks the engine about itself, which takes longer
+        the larger the engine's weights are.
         """
         config = self._context.config
         seconds = config.cluster.wait_seconds + config.run.stall_seconds
-        async with self._http(self._context.gateway) as http:
+        async with self._http(url) as http:
             members = MembershipClient(http)
             while True:
                 try:
@@ -66,25 +70,43 @@ class GatewayClient:
         """Waits for the requests of an engine, which end there or go on elsewhere. Returns the end
         of a sentence that says what became of them.
         """
+        async with asyncio.TaskGroup() as told:
+            urls = self._context.gateways
+            left = [told.create_task(self._leave(engine, url=url)) for url in urls]
+        answers = [task.result() for task in left]
+        for answer in answers:
+            if isinstance(answer, PartLost):
+                return f"; the gateway {answer}"
+        counts = [answer for answer in answers if isinstance(answer, int)]
+        return f": {sum(counts)} requests go on elsewhere" if counts else ""
+
+    async def _leave(self, engine: str, *, url: str) -> int | PartLost | None:
+        """The number of requests that the gateway still had there; None if it does not know the
+        engine.
+        """
         config = self._context.config
         seconds = config.gateway.drain_seconds + config.run.stall_seconds
         try:
-            async with self._http(self._context.gateway) as http:
+            async with self._http(url) as http:
                 answer = await MembershipClient(http).leave(engine, force=True, seconds=seconds)
         except PartLost as lost:
-            return f"; the gateway {lost}"
+            return lost
         if answer.status != 200:
-            return ""
-        resumed = msgspec.json.decode(answer.content)["resumed"]
-        return f": {resumed} requests go on elsewhere"
+            return None
+        return msgspec.json.decode(answer.content)["resumed"]
 
     async def give_up(self, engine: str) -> None:
-        """Tells the gateway that an engine will not come back, so that requests do not wait for
+        """Tells the gateways that an engine will not come back, so that requests do not wait for
         it.
         """
+        async with asyncio.TaskGroup() as told:
+            for url in self._context.gateways:
+                told.create_task(self._give_up(engine, url=url))
+
+    async def _give_up(self, engine: str, *, url: str) -> None:
         seconds = self._context.config.run.stall_seconds
         with suppress(PartLost):
-            async with self._http(self._context.gateway) as http:
+            async with self._http(url) as http:
                 await MembershipClient(http).leave(
                     engine, force=True, drain_seconds=0, for_good=True, seconds=seconds
                 )

@@ -28,6 +28,7 @@ from midflight.run.parts import (
     Spec,
 )
 from midflight.run.places.port import Child, PartFailed, Place, Places
+from midflight.wire.hosts import is_every_address
 
 OTHERS_STAY = "It goes on from its store; trainer, engines and the other gateways stay."
 
@@ -56,11 +57,16 @@ class GatewayPart:
 
 
 async def take_gateways(config: Config, places: Places, purpose: Purpose) -> list[GatewayPart]:
-    """Takes a place for each rollout process of a run, the one that clients know first."""
+    """Takes a place for each rollout process of a run, the one that clients know first. On a
+    cluster the others may be on other machines, which do not have the first one's address.
+    """
     section = config.gateway
+    further: str | None = section.host
+    if config.cluster.kind != "local" and not is_every_address(section.host):
+        further = None
     taken = [await places.take(ProcessKind.ROLLOUT, host=section.host, port=section.port)]
     for _ in range(1, section.shards):
-        taken.append(await places.take(ProcessKind.ROLLOUT, host=section.host))
+        taken.append(await places.take(ProcessKind.ROLLOUT, host=further))
     parts: list[GatewayPart] = []
     for shard, place in enumerate(taken):
         own = shard_of(config, shard)
@@ -73,7 +79,8 @@ async def take_gateways(config: Config, places: Places, purpose: Purpose) -> lis
 
 class Gateways:
     """Keeps the rollout processes running. With several, one that dies is started again alone,
-    within its budget, and goes on from its store.
+    within its budget, and goes on from its store. If its machine is lost, the whole ring goes back
+    to the last checkpoint, because its store is lost too.
     """
 
     def __init__(
@@ -103,7 +110,9 @@ class Gateways:
             await self._context.children.kill(part.name)
 
         def possible() -> bool:
-            return len(self._parts) > 1 and part.name in self._context.children.ready
+            # a store on a lost machine has steps that the trainer made and no copy has
+            stays = part.name in self._context.children.ready and not part.place.lost
+            return len(self._parts) > 1 and stays
 
         await self._context.budgets.keep(live, between=end, possible=possible)
 
@@ -132,7 +141,7 @@ class Gateways:
                 checkpoint=None if again else model.checkpoint,
                 alarms=() if again else model.alarms,
                 shard=part.shard,
-                owner=self._context.gateway if part.shard else None,
+                owner=self._context.gateways[0] if part.shard else None,
                 again=again,
                 seconds=self._context.seconds(),
             )

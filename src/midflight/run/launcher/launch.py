@@ -35,7 +35,7 @@ from midflight.run.parts import (
     Purpose,
     Ready,
 )
-from midflight.trajectories.pairs import store_path
+from midflight.trajectories.pairs import shard_folders, store_path
 from midflight.types import Version
 from midflight.wire.hosts import exposure, is_loopback
 
@@ -64,7 +64,8 @@ def _begin_in(folder: Path, config: Config, *, resume: bool, say: Callable[[str]
         )
     prepare(folder, config, resume=resume)
     if config.run.store_folder is not None:
-        close_store(store_path(folder, config.run.store_folder))
+        for gateway in (folder, *shard_folders(folder)):
+            close_store(store_path(gateway, config.run.store_folder))
 
 
 def train(

@@ -35,15 +35,11 @@ class TrainerRanks:
         context: RingContext,
         watchdog: Watchdog,
         *,
-        further_urls: tuple[str, ...],
         resume: bool,
     ) -> None:
-        """`further_urls` are the URLs of all gateways but the first. `resume`: the first life
-        goes on from the last checkpoint, as later ones always do.
-        """
+        """`resume`: the first life goes on from the last checkpoint, as later ones always do."""
         self._context = context
         self._watchdog = watchdog
-        self._further_urls = further_urls
         self._resume = resume
         self._came_up = False
         self._taken: Sequence[Place] = ()
@@ -74,15 +70,16 @@ class TrainerRanks:
             ProcessKind.TRAINER, self._context.config.trainer.ranks
         )
         first, *others = self._taken
+        url, *further_urls = self._context.gateways
         spec = TrainerSpec(
             config_in_place(self._context.config, "trainer").model_dump_json(),
-            self._context.gateway,
+            url,
             self._context.control_token,
             self._context.segment,
             resume=self._resume or life > 0,
             life=life,
             meeting=f"{first.host}:{first.port}",
-            further_urls=self._further_urls,
+            further_urls=tuple(further_urls),
         )
         other_ranks = [
             self._rank(msgspec.structs.replace(spec, rank=rank), place)

@@ -105,22 +105,23 @@ class Ring:
         self.children.expect_model()
         if self._given_model is not None:
             self.children.model_ready(self._given_model)
-        self._places = self._new_places()
+        config = self._config if purpose is Purpose.TRAIN else unsharded(self._config)
+        self._places = self._new_places(config)
         with closing(self._places):
-            await self._run(purpose, resume=resume)
+            await self._run(config, purpose, resume=resume)
 
-    def _new_places(self) -> Places:
-        if self._config.cluster.kind == "local":
+    def _new_places(self, config: Config) -> Places:
+        if config.cluster.kind == "local":
             return LocalPlaces()
         from midflight.run.places.ray import ray_places
 
-        return ray_places(self._config, say=lambda text: self._on_message(Notice(text)))
+        return ray_places(config, say=lambda text: self._on_message(Notice(text)))
 
-    async def _run(self, purpose: Purpose, *, resume: bool) -> None:
+    async def _run(self, config: Config, purpose: Purpose, *, resume: bool) -> None:
+        """`config` has the number of gateways that the purpose has."""
         trains = purpose is Purpose.TRAIN
         taught = purpose in (Purpose.TRAIN, Purpose.ROLLOUTS)
         self.children.lay_out(ranks=trains, teacher=taught)
-        config = self._config if trains else unsharded(self._config)
         self._gateways = await take_gateways(config, self._places, purpose)
         context = self._context = self._new_context(purpose)
         self._engines = Engines(context)
@@ -131,10 +132,7 @@ class Ring:
         services = [*engines, watch.run(), self._places.watch(), *services]
         try:
             if trains:
-                further_urls = tuple(part.url for part in self._gateways[1:])
-                self._trainer = TrainerRanks(
-                    context, self._watchdog, further_urls=further_urls, resume=resume
-                )
+                self._trainer = TrainerRanks(context, self._watchdog, resume=resume)
                 await serve_while(self._trainer.keep(), first, *services)
             else:
                 await serve_while(first, *services)
@@ -154,7 +152,7 @@ class Ring:
             self.children,
             self._budgets,
             self._on_message,
-            gateway=self._gateways[0].url,
+            gateways=tuple(part.url for part in self._gateways),
             control_token=self._control_token,
             engine_token=secrets.token_urlsafe(24),
             worker_token=secrets.token_urlsafe(24),

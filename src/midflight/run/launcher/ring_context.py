@@ -1,6 +1,6 @@
 """The values that the loops of one attempt at a run share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from midflight.config.sections import Config
@@ -24,8 +24,8 @@ class RingContext:
     """They outlive the context."""
     say: Callable[[Message], None]
     """Passes a message on. It must not raise or wait."""
-    gateway: str
-    """The URL of the first gateway."""
+    gateways: Sequence[str]
+    """The URLs of the gateways, the first gateway's first."""
     control_token: str
     engine_token: str
     worker_token: str

@@ -315,12 +315,15 @@ class RolloutProcess:
 
     def _store(self) -> Path:
         """Returns the path of the store, which is ready for this run. A new run has no store yet:
-        one that an earlier run of this folder left on another disk is set aside. It blocks.
+        one that an earlier run of this folder left on another disk is set aside. A process that was
+        started again goes on with the store that it has. It blocks.
         """
         section = self._config.run
         folder = Path(section.folder)
         store = store_path(folder, section.store_folder)
         check_local(store)
+        if self._spec.again:
+            return store
         if section.store_folder is not None:
             gone = remove_left(section.store_folder, but=store)
             if gone:

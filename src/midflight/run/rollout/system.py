@@ -435,11 +435,11 @@ class RolloutSystem:
             await self._finished.wait()
 
     async def _packed(self, batch: Batch) -> PackedBatch:
-        """Waits until the lease is on disk, then for the teacher, which scores while the step
-        before is made.
+        """Waits until the lease is on disk, then for the thread that packs, and for the teacher,
+        which scores while the step before is made.
         """
         seal = await self._writer.read(lambda store: store.seal())
-        packed = replace(pack(batch), seals=(seal,))
+        packed = replace(await asyncio.to_thread(pack, batch), seals=(seal,))
         if self._teacher is None:
             return packed
         return await self._teacher.scored(packed)

@@ -7,7 +7,7 @@ from pathlib import Path
 from midflight.errors import ConfigError
 from midflight.run.trainer.trainer_process import PublishedVersions
 from midflight.trainer.folders import checkpoints, set_newest, verified, version_of
-from midflight.trajectories.pairs import shard_stores, store_path
+from midflight.trajectories.pairs import shard_folders, store_path
 from midflight.trajectories.store import Store
 from midflight.types import Version
 from midflight.types.facts import Interrupted, WentBack
@@ -30,7 +30,8 @@ def roll_back(folder: Path, to: Version, *, run: str, store_folder: Path | None 
         )
     verified(there[to])
     set_newest(root, there[to])
-    stores = [store_path(folder, store_folder), *shard_stores(folder)]
+    gateways = (folder, *shard_folders(folder))
+    stores = [store_path(gateway, store_folder) for gateway in gateways]
     return sum(_stored_back(path, to, folder=folder, run=run) for path in stores)
 
 

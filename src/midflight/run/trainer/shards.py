@@ -10,7 +10,7 @@ from typing import Protocol, Self, TypeVar
 
 import msgspec
 
-from midflight.run.api.service import RolloutService, WentOn
+from midflight.run.api.service import CopyAnswer, RolloutService, WentOn
 from midflight.trajectories.packing import merged
 from midflight.types import PackedBatch, Version, WeightManifest
 from midflight.types.facts import Stepped
@@ -24,6 +24,7 @@ class Shard(RolloutService, Protocol):
     async def __aenter__(self) -> object: ...
     async def __aexit__(self, *exc: object) -> None: ...
     async def restart(self, checkpoint: Version, *, least: Version = 0) -> WentOn: ...
+    async def copy_store(self, version: Version) -> CopyAnswer: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class ShardedRollouts:
         self._parts[train_version] = [
             LeasePart(batch.lease, int(batch.loss_mask.sum())) for batch in batches
         ]
-        return merged(train_version, batches)
+        return await asyncio.to_thread(merged, train_version, batches)
 
     async def done(self, step: Stepped) -> None:
         """Reports to each shard the step with its own part."""
@@ -81,6 +82,11 @@ class ShardedRollouts:
 
     async def checkpointed(self, version: Version) -> None:
         await self._all(lambda shard: shard.checkpointed(version))
+
+    async def copy_store(self, version: Version) -> CopyAnswer:
+        """Copies all stores, or says why one was not copied."""
+        answers = await self._all(lambda shard: shard.copy_store(version))
+        return next((answer for answer in answers if answer.error), CopyAnswer())
 
     async def finish(self, version: Version) -> None:
         await self._all(lambda shard: shard.finish(version))

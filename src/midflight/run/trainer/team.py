@@ -26,14 +26,13 @@ from midflight.trainer.model.rank_buckets import collect
 from midflight.trainer.model.ranks import PATIENCE, Ranks
 from midflight.trainer.report import StepReport
 from midflight.trainer.trainer import PolicyTrainer
-from midflight.trajectories.packing import from_bytes, to_bytes
 from midflight.types import PackedBatch, Version, WeightManifest
 from midflight.types.digests import StepChain
 from midflight.weights.transports.pull_publisher import PullPublisher
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
-    batch: bytes
+    """An order to make a step. Each rank then gets its own rows."""
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
@@ -102,6 +101,19 @@ class Wire:
         data = torch.empty(int(length), dtype=torch.uint8)
         dist.broadcast(data, 0, group=self._control)
         return _decode(data.numpy().tobytes())
+
+    def give(self, rank: int, data: bytes) -> None:
+        """Sends bytes to one rank, which takes them. Returns when they were sent."""
+        dist.send(torch.tensor([len(data)]), rank, group=self._control)
+        dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank, group=self._control)
+
+    def taken(self) -> bytes:
+        """Waits for the bytes that the first rank gives to this one."""
+        length = torch.zeros(1, dtype=torch.int64)
+        dist.recv(length, 0, group=self._control)
+        data = torch.empty(int(length), dtype=torch.uint8)
+        dist.recv(data, 0, group=self._control)
+        return data.numpy().tobytes()
 
     def gather(self, told: bytes) -> list[bytes]:
         """The bytes that each rank gives, in the order of ranks. A collective."""
@@ -174,9 +186,11 @@ class Team:
 
     @together()
     def step(self, batch: PackedBatch) -> StepReport:
-        if self._trainer.ranks.size > 1:
-            self._wire.say(Step(to_bytes(batch)))
-        return self._trainer.step(batch)
+        tokens = self._trainer.tokens_of(batch)
+        self._wire.say(Step())
+        for rank in range(1, self._trainer.ranks.size):
+            self._wire.give(rank, self._trainer.rows_of_rank(tokens, rank))
+        return self._trainer.train_on(batch, tokens)
 
     @together()
     def load(self, folder: Path, *, as_version: Version) -> Version:
@@ -276,8 +290,8 @@ def _done(
 ) -> Callable[[], object] | None:
     """Carries out one deed. Returns the work that is left to do beside the next deeds."""
     match deed:
-        case Step(batch):
-            trainer.step(from_bytes(batch))
+        case Step():
+            trainer.follow(wire.taken())
         case Load(folder, as_version):
             load_checkpoint(Path(folder), trainer, as_version=as_version)
         case Stage():

@@ -23,6 +23,7 @@ from midflight.config.disk import staged_bytes
 from midflight.config.model import ModelSection
 from midflight.config.seats import stays_on_gpus
 from midflight.config.sections import Config
+from midflight.config.shards import shard_folder
 from midflight.errors import ConfigError
 from midflight.models.creation import make_model
 from midflight.models.export import export_model
@@ -251,13 +252,15 @@ async def _first(
 
 
 def _pairing(
-    config: Config, service: RolloutClient, launcher: LauncherPipe
+    config: Config, service: RolloutClient | ShardedRollouts, launcher: LauncherPipe
 ) -> Callable[[Path], bool]:
-    """Gets a copy of the store into a checkpoint's draft, and returns whether it is there: the two
-    are one pair. Called in the thread that writes the checkpoint; waits for the rollout process,
-    which copies beside its work.
+    """Gets a copy of each gateway's store into a checkpoint's draft, and returns whether all are
+    there: they are one with it. Called in the thread that writes the checkpoint; waits for the
+    rollout processes, which copy beside their work.
     """
     loop = asyncio.get_running_loop()
+    run = Path(config.run.folder)
+    folders = [shard_folder(run, shard) for shard in range(config.gateway.shards)]
 
     def pair(draft: Path) -> bool:
         version = version_of(draft)
@@ -269,7 +272,10 @@ def _pairing(
             )
             launcher.tell(Alarm(f"{stays} The run goes on."))
             return False
-        drafted(Path(config.run.folder), version).replace(draft / copy_name(version))
+        for folder in folders:
+            pair = draft / folder.relative_to(run)
+            pair.mkdir(parents=True, exist_ok=True)
+            drafted(folder, version).replace(pair / copy_name(version))
         return True
 
     return pair
@@ -536,7 +542,7 @@ async def _train(
             publish = put_together(team.weights, publisher, dtype=served, collect=collect)
         async with _service(spec) as service:
             stage = team.stage
-            if config.run.store_folder is not None and isinstance(service, RolloutClient):
+            if config.run.store_folder is not None:
                 stage = partial(team.stage, beside=_pairing(config, service, launcher))
             loop = TrainingLoop(
                 team,

@@ -8,7 +8,7 @@ the logits at a token predict the next one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
@@ -177,11 +177,33 @@ class Predictions:
     """The ids that each token was drawn from. None: each from the whole vocabulary."""
     experts: UInt8 | None = None
     """[N, B], the experts that the engine sent each input token to, if it recorded them"""
+    rank_of_row: Index | None = None
+    """[R], the rank that computes the predictions of each row, see `dealt`. None: there is one
+    rank.
+    """
 
     @property
     def row(self) -> Index:
         """[K], the row of each prediction."""
-        return np.searchsorted(self.offsets, self.inputs, side="right") - 1
+        first = np.searchsorted(self.inputs, self.offsets)
+        return np.repeat(np.arange(len(self.offsets) - 1), np.diff(first))
+
+    def of_rank(self, rank: int, chosen: Index) -> Index:
+        """Those of the chosen predictions that the rank computes."""
+        if self.rank_of_row is None:
+            return chosen
+        return chosen[self.rank_of_row[self.row[chosen]] == rank]
+
+    def held_by(self, rank: int) -> NDArray[np.bool_]:
+        """[R], the rows that a rank has: those that it computes. If it computes none, it has the
+        first row that has a prediction, because it makes forwards while others make theirs.
+        """
+        if self.rank_of_row is None:
+            return np.ones(len(self.offsets) - 1, np.bool_)
+        held = self.rank_of_row == rank
+        if not held.any():
+            held[self.row[:1]] = True
+        return held
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -281,26 +303,30 @@ def split(
         yield _pack(predictions, rows, part, device=device)
 
 
-def share_of(predictions: Predictions, chosen: Index, *, rank: int, size: int) -> Index:
-    """The chosen predictions that one of `size` ranks computes: whole rows, dealt out so that ranks
-    have equal work.
+def dealt(predictions: Predictions, parts: Iterable[Index], *, size: int) -> Index:
+    """The rank among `size` that computes each row, [R], or -1 for a row without a chosen
+    prediction. The rows of each part (chosen predictions, ascending) are dealt out so that ranks
+    have equal work in it. A row of several parts is dealt out in the first of them.
 
     Rows that share a beginning stay together, unless one such family is so large that its rank
     would have much more work.
     """
-    if size == 1 or not len(chosen):
-        return chosen
-    rows = _rows(predictions, chosen)
-    found = _families_of(predictions, rows)
-    work = np.array([_work(family, rows) for family in found])
-    if 4 * size * work.max() > work.sum():
-        found = [Family((i,), 0) for i in range(len(rows))]
+    rank_of_row = np.full(len(predictions.offsets) - 1, -1)
+    row = predictions.row
+    for part in parts:
+        chosen = part[rank_of_row[row[part]] < 0]
+        if not len(chosen):
+            continue
+        rows = _rows(predictions, chosen)
+        found = _families_of(predictions, rows)
         work = np.array([_work(family, rows) for family in found])
-    mine = [np.zeros(0, np.int64)]
-    for place, i in enumerate(np.argsort(-work, kind="stable")):
-        if _dealt(place, size) == rank:
-            mine += [rows[number].chosen for number in found[i].rows]
-    return np.sort(np.concatenate(mine))
+        if 4 * size * work.max() > work.sum():
+            found = [Family((i,), 0) for i in range(len(rows))]
+            work = np.array([_work(family, rows) for family in found])
+        for place, i in enumerate(np.argsort(-work, kind="stable")):
+            for member in found[i].rows:
+                rank_of_row[rows[member].number] = _dealt(place, size)
+    return rank_of_row
 
 
 def _work(family: Family, rows: Sequence[_RowSpan]) -> int:
@@ -326,10 +352,11 @@ def on_device(values: NDArray[Any], device: torch.device) -> Tensor:
 
 
 class _RowSpan(NamedTuple):
-    """A row as far as it is needed: its beginning in `input_ids`, its tokens, and its chosen
-    predictions.
+    """A row as far as it is needed: its number, its beginning in `input_ids`, its tokens, and its
+    chosen predictions.
     """
 
+    number: int
     begin: int
     length: int
     chosen: Index
@@ -343,10 +370,12 @@ def _rows(predictions: Predictions, chosen: Index, *, whole: bool = False) -> li
     begins = predictions.offsets[numbers]
     ends = predictions.offsets[numbers + 1]
     rows: list[_RowSpan] = []
-    for begin, end, own in zip(begins, ends, np.split(chosen, first[1:]), strict=True):
+    for number, begin, end, own in zip(
+        numbers, begins, ends, np.split(chosen, first[1:]), strict=True
+    ):
         if not whole:
             end = predictions.inputs[own[-1]] + 1
-        rows.append(_RowSpan(int(begin), int(end - begin), own))
+        rows.append(_RowSpan(int(number), int(begin), int(end - begin), own))
     return rows
 
 

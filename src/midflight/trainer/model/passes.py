@@ -14,7 +14,6 @@ from midflight.trainer.model.microbatch import (
     MicroBatch,
     Predictions,
     num_oversized,
-    share_of,
     split,
 )
 from midflight.trainer.model.policy import TokenModel
@@ -26,8 +25,8 @@ Forward = tuple[MicroBatch, bool, Float[Tensor, " k"], "Float[Tensor, ' k'] | No
 
 
 class Passes:
-    """Runs a reader over predictions. It is collective: all ranks call with the same predictions,
-    and take as many forwards.
+    """Runs a reader over predictions. It is collective: all ranks call for predictions of the same
+    shape, of which each has its own rows, and take as many forwards.
     """
 
     def __init__(
@@ -55,14 +54,15 @@ class Passes:
         log-probabilities (a critic's values), and entropies if asked.
 
         Gathering layers takes all ranks. So a rank that has fewer micro-batches than another does
-        some for nothing, which are marked as not its own.
+        some for nothing, which are marked as not its own. They are of any row that the rank has.
         """
-        mine = share_of(predictions, chosen, rank=self._ranks.rank, size=self._ranks.size)
+        mine = predictions.of_rank(self._ranks.rank, chosen)
         micros = list(self._split(predictions, mine))
         own = len(micros)
         count = self._ranks.largest(own)
         if count > own:
-            idle = next(self._split(predictions, chosen[:1]))
+            has = predictions.held_by(self._ranks.rank)[predictions.row]
+            idle = next(self._split(predictions, np.flatnonzero(has)[:1]))
             micros += [idle] * (count - own)
         for number, micro in enumerate(micros):
             with torch.set_grad_enabled(trains), precision(self.reader, self._compute_dtype):

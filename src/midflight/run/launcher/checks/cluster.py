@@ -18,6 +18,7 @@ import msgspec
 
 from midflight.config.seats import engine_seats, engines_min, seat_resources
 from midflight.config.sections import Config
+from midflight.config.shards import unsharded
 from midflight.errors import ConfigError
 from midflight.run.launcher.checks.check import Plan
 from midflight.run.launcher.checks.fit import hardware_of, misfits
@@ -45,7 +46,8 @@ def cluster(plan: Plan) -> None:
         return
     from midflight.run.places.ray import connect
 
-    asked = check_cluster(connect(plan.config), plan.config, say=to_terminal)
+    config = plan.config if plan.trains else unsharded(plan.config)
+    asked = check_cluster(connect(config), config, say=to_terminal)
     if main_task(asked) != 0:
         raise KeyboardInterrupt
 
@@ -156,6 +158,7 @@ def _room(config: Config, machines: Sequence[Machine]) -> Iterator[str]:
     """
     asked = seat_resources(config)
     ranks = config.trainer.ranks
+    shards = config.gateway.shards
     # where engines differ, only the sum is compared
     if len({tuple(sorted(seat.items())) for seat in engine_seats(config)}) > 1:
         yield from _sum(config, machines)
@@ -163,23 +166,30 @@ def _room(config: Config, machines: Sequence[Machine]) -> Iterator[str]:
     engines = engines_min(config) + (config.distillation.teacher is not None)
     best = {(0, 0): 0}  # the most engines that there is room for beside so many gateways and ranks
     for machine in machines:
-        best = _best_with(machine, best, asked, ranks=ranks, engines=engines)
-    if best.get((1, ranks), -1) >= engines:
+        best = _best_with(machine, best, asked, gateways=shards, ranks=ranks, engines=engines)
+    if best.get((shards, ranks), -1) >= engines:
         return
-    seated = max((trainer for gateway, trainer in best if gateway), default=0)
-    if seated == ranks:
+    gateways = max(gateway for gateway, _ in best)
+    seated = max(trainer for gateway, trainer in best if gateway == gateways)
+    all_gateways = "the gateways" if shards > 1 else "the gateway"
+    if gateways < shards:
+        part = "rollout"
+        wanted = shards
+        beside = ""
+        room = gateways
+    elif seated == ranks:
         part = "engine"
         wanted = engines
-        beside = "the gateway and the trainer"
-        room = best[1, ranks]
+        beside = f"beside {all_gateways} and the trainer "
+        room = best[shards, ranks]
     else:
         part = "trainer"
         wanted = ranks
-        beside = "the gateway"
+        beside = f"beside {all_gateways} "
         room = seated
     yield (
         f"cluster.{part}: the run begins with {wanted} seats of {_said(asked[part])} each, and "
-        f"beside {beside} the cluster has room for {room} ({said_of(machines)}). Ask for less, add "
+        f"{beside}the cluster has room for {room} ({said_of(machines)}). Ask for less, add "
         "a machine, or set cluster.autoscaler where machines come by themselves."
     )
 
@@ -189,21 +199,22 @@ def _best_with(
     before: Mapping[tuple[int, int], int],
     asked: Mapping[str, Mapping[str, float]],
     *,
+    gateways: int,
     ranks: int,
     engines: int,
 ) -> dict[tuple[int, int], int]:
     """`before` maps the numbers of gateways and ranks that have a seat to the most engines that
-    there is room for beside them. The result does so with one machine more. Engines count up to
-    `engines`.
+    there is room for beside them. The result does so with one machine more. Each of the three
+    counts up to the number that the run has.
     """
     best: dict[tuple[int, int], int] = {}
-    for (gateways, seated), found in before.items():
-        for more_gateways in range(2 - gateways):
+    for (placed, seated), found in before.items():
+        for more_gateways in range(gateways - placed + 1):
             for more_ranks in range(ranks - seated + 1):
                 fits = _engines_beside(machine, asked, more_gateways, more_ranks, most=engines)
                 if fits is None:
                     continue
-                key = (gateways + more_gateways, seated + more_ranks)
+                key = (placed + more_gateways, seated + more_ranks)
                 best[key] = max(best.get(key, 0), min(engines, found + fits))
     return best
 
@@ -212,7 +223,7 @@ def _sum(config: Config, machines: Sequence[Machine]) -> Iterator[str]:
     asked = seat_resources(config)
     seats = list(engine_seats(config)[: engines_min(config)])
     seats += [asked["trainer"]] * config.trainer.ranks
-    seats.append(asked["rollout"])
+    seats += [asked["rollout"]] * config.gateway.shards
     names = {name for seat in seats for name in seat}
     for name in sorted(names):
         amount = sum(seat.get(name, 0.0) for seat in seats)

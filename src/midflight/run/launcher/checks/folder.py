@@ -33,7 +33,7 @@ from midflight.run.launcher.folder import (
 from midflight.run.launcher.folder_lock import check_free
 from midflight.run.launcher.permissions import group_id
 from midflight.trajectories.database import check_whole
-from midflight.trajectories.pairs import check_local, shard_stores, store_path
+from midflight.trajectories.pairs import check_local, shard_folders, store_path
 from midflight.types import Kind, Reason
 from midflight.weights.transports.memory_files import SHARED, shared_free
 
@@ -68,7 +68,8 @@ def _check_stores(config: Config) -> None:
     journal by then.
     """
     folder = Path(config.run.folder)
-    for store in (store_path(folder, config.run.store_folder), *shard_stores(folder)):
+    for gateway in (folder, *shard_folders(folder)):
+        store = store_path(gateway, config.run.store_folder)
         if store.is_file():
             check_whole(store)
 
@@ -115,7 +116,7 @@ def _check_resumable(config: Config, folder: Path) -> None:
         raise ConfigError(
             f"resuming {folder}: there is no checkpoint in it; leave out --resume to start anew."
         )
-    began = 1 + len(shard_stores(folder))
+    began = 1 + len(shard_folders(folder))
     if began != config.gateway.shards:
         raise ConfigError(
             f"resuming {folder}: it began with {began} gateways, and gateway.shards is "
