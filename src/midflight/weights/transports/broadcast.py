@@ -12,9 +12,9 @@ import logging
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import msgspec
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from midflight.errors import ConfigError, RunFailed
 from midflight.models.sizes import fingerprint
-from midflight.types import Version, WeightManifest
+from midflight.types import Meeting, TensorSpec, Version, WeightManifest
 from midflight.weights.device_digest import digests as device_digests
 from midflight.weights.device_digest import lanes
 from midflight.weights.manifest import MAX_HELD, extent, layout
@@ -35,6 +35,7 @@ from midflight.weights.transports.process_group import (
     BroadcastGroup,
     GroupBroken,
     listen,
+    new_nccl_id,
     serve_store,
 )
 from midflight.weights.transports.publisher import (
@@ -81,6 +82,19 @@ class OutgoingVersion:
 
     data: Tensor
     fingerprint: str
+    tensors: tuple[TensorSpec, ...]
+
+    def parts(self, meets: Meeting, bucket_bytes: int) -> Iterator[Tensor]:
+        """The buckets to send, in order, as uint8 on the version's device: slices for our plugin,
+        and whole tensors one after the other for a server's own engine.
+        """
+        if meets == "plugin":
+            for place in rendezvous.buckets(self.data.numel(), bucket_bytes):
+                yield self.data[place]
+            return
+        for pack in rendezvous.packs(self.tensors, bucket_bytes):
+            places = [slice(spec.offset, spec.offset + spec.num_bytes) for spec in pack]
+            yield torch.cat([self.data[place] for place in places])
 
 
 class BroadcastService:
@@ -201,7 +215,7 @@ class BroadcastService:
     def _refusal(self, ask: Ask) -> Refused | None:
         if not same_token(ask.token, self._token):
             return Refused("the secret is wrong: the manifest is another publisher's")
-        return self._unknown(ask) if self._data(ask) is None else None
+        return self._unknown(ask) if self._version(ask) is None else None
 
     def _unknown(self, ask: Ask) -> Refused:
         known = ", ".join(map(str, tuple(self._published))) or "none"
@@ -210,12 +224,12 @@ class BroadcastService:
             f"versions: {known}"
         )
 
-    def _data(self, ask: Ask) -> Tensor | None:
+    def _version(self, ask: Ask) -> OutgoingVersion | None:
         """The published version that hashes to this. Copies the values first: the trainer may
         publish meanwhile.
         """
         return next(
-            (p.data for p in tuple(self._published.values()) if p.fingerprint == ask.fingerprint),
+            (p for p in tuple(self._published.values()) if p.fingerprint == ask.fingerprint),
             None,
         )
 
@@ -252,24 +266,26 @@ class BroadcastService:
 
     async def _round(self, members: list[WaitingReceiver]) -> None:
         """Waits for the broadcast's thread, which has deadlines. Members want the same bytes."""
-        data = self._data(members[0].ask)
-        if data is None:  # released meanwhile
+        version = self._version(members[0].ask)
+        if version is None:  # released meanwhile
             _answer(members, self._unknown(members[0].ask))
             return
         hashed = any(m.ask.workers is not None for m in members)
-        on_device = hashed and data.device != CPU
+        on_device = hashed and version.data.device != CPU
         group = self._standing(members, on_device=on_device)
         if group is None:
             group = await self._meet(members, on_device=on_device)
         else:
             _answer(members, KeepGroup())
-        digests = await self._in_thread(self._broadcast, group, data, hashed)
+        digests = await self._in_thread(self._broadcast, group, version, hashed)
         self._keep(members, group)
         # else it was released, and the bytes that were hashed may not be those that were sent
-        if self._data(members[0].ask) is data:
+        if self._version(members[0].ask) is version:
             _answer([m for m in members if m.ask.workers is not None], LastBucketSent(digests))
 
-    def _broadcast(self, group: BroadcastGroup, data: Tensor, hashed: bool) -> tuple[str, ...]:
+    def _broadcast(
+        self, group: BroadcastGroup, version: OutgoingVersion, hashed: bool
+    ) -> tuple[str, ...]:
         """Sends all buckets. Returns the digest of each if it is `hashed`."""
         on_device = group.terms.on_device
         digests: list[str] = []
@@ -277,11 +293,11 @@ class BroadcastService:
         lengths: list[int] = []
         use_device(self._device)
         with torch.no_grad():
-            for place in rendezvous.buckets(data.numel(), self._bucket_bytes):
+            for place in version.parts(group.terms.meets, self._bucket_bytes):
                 if self._closing.is_set():
                     group.close()
                     raise GroupBroken("the publisher is closing")
-                part = data[place] if on_device else data[place].cpu()
+                part = place if on_device else place.cpu()
                 self.num_bytes_broadcast += len(part)
                 group.broadcast(part)
                 if hashed and on_device:
@@ -323,15 +339,20 @@ class BroadcastService:
     async def _meet(self, members: list[WaitingReceiver], *, on_device: bool) -> BroadcastGroup:
         """Makes a group. Waits until all members have come."""
         store = serve_store(self._host)
+        meets = members[0].ask.meets
+        backend = self._backend if on_device or self._device == CPU else "gloo"
+        by_id = meets == "nccl_id" and backend == "nccl"
         terms = Join(
             group=secrets.token_hex(8),
             rank=0,
             world=1 + sum(m.ask.ranks for m in members),
             port=store.port,
-            backend=self._backend if on_device or self._device == CPU else "gloo",
+            backend=backend,
             bucket_bytes=self._bucket_bytes,
             deadline_seconds=self._deadline_seconds,
             on_device=on_device,
+            meets=meets,
+            nccl_id=new_nccl_id() if by_id else "",
         )
         for i, member in enumerate(members):
             member.answer(
@@ -440,7 +461,7 @@ class BroadcastPublisher(Publisher):
             data = self._on_device.filled(specs, tensors, fill)
             digest = device_fingerprint(specs, data)
             self._newest = version
-            self._held[version] = OutgoingVersion(data, digest)
+            self._held[version] = OutgoingVersion(data, digest, specs)
             return WeightManifest(version, digest, DIRECT, str(self._address), specs)
         buffer = self._buffers.take(version, extent(specs))
         copy_into(buffer, specs, tensors, fill)
@@ -448,7 +469,7 @@ class BroadcastPublisher(Publisher):
             digest = fingerprint(specs, view, threads=self._threads)
         self._buffers.hold(version, buffer)
         self._held[version] = OutgoingVersion(
-            torch.frombuffer(buffer, dtype=torch.uint8)[: extent(specs)], digest
+            torch.frombuffer(buffer, dtype=torch.uint8)[: extent(specs)], digest, specs
         )
         return WeightManifest(version, digest, DIRECT, str(self._address), specs)
 
@@ -458,7 +479,7 @@ class BroadcastPublisher(Publisher):
         """
         held = None if self._newest is None else self._held.get(self._newest)
         if held is not None and self._newest is not None:
-            self._held[self._newest] = OutgoingVersion(held.data.cpu(), held.fingerprint)
+            self._held[self._newest] = replace(held, data=held.data.cpu())
         self._newest = None
 
     def release(self, version: Version) -> None:

@@ -11,6 +11,10 @@ The plugin also takes weights that come straight from the trainer. `/init_weight
 a group of our name begins to receive while SGLang generates, `/server_info` lists the versions that
 each worker holds, and `/update_weights_from_distributed` swaps it in between two steps, in a pause
 or not.
+
+Where SGLang's own engine brings a version, in groups of any other name, the plugin adds what SGLang
+lacks: `/begin_weight_update` keeps the weights that are served, `/server_info` lists the digests of
+what has arrived, and an update in a group of our name takes the kept weights back.
 """
 
 import json
@@ -20,6 +24,7 @@ from llguidance.torch import fill_next_token_bitmask
 from midflight_direct import (
     DoubleBuffer,
     LoadedInPlace,
+    OwnUpdate,
     beside,
     can_stand_beside,
     device_of,
@@ -149,6 +154,8 @@ GROUP = "midflight:"
 """The beginning of the name of a group that is ours. An order follows it, as JSON."""
 _buffers = []
 """One `DoubleBuffer`, from its first use on: a process has one manager of weights."""
+_updates = []
+"""One `OwnUpdate`, in the same way."""
 
 
 def _buffer(manager):
@@ -162,6 +169,36 @@ def _buffer(manager):
         )
         _buffers.append(buffer)
     return _buffers[0]
+
+
+def _update(manager):
+    if not _updates:
+        _updates.append(OwnUpdate(manager.tp_worker.model_runner.model))
+    return _updates[0]
+
+
+def _begin_own(original, manager, asked):
+    """Keeps what is served before SGLang opens its model for other weights."""
+    from sglang.srt.runtime_context import get_serving
+
+    if _update(manager).can_keep:
+        _buffer(manager).forget()
+        _update(manager).begin(get_serving().weight_version)
+    return original(manager, asked)
+
+
+def _arrived(weights, updater, **asked):
+    """Hashes a bucket. An update without a tensor only labels the weights."""
+    for update in _updates:
+        if weights:
+            update.arrive(weights)
+    return weights
+
+
+def _loaded(said, manager, asked):
+    """Weights came from a folder."""
+    _update(manager).forget()
+    return said
 
 
 def _prepared(model, tensors):
@@ -220,12 +257,17 @@ def _take(original, manager, asked):
     from sglang.srt.managers import io_struct
 
     buffer = _buffer(manager)
+    update = _update(manager)
     version = int(asked.weight_version)
-    if not all(_each(manager, buffer.holds(version))):
+    if all(_each(manager, update.kept == asked.weight_version)):
+        update.take_back(asked.weight_version)
+    elif not all(_each(manager, buffer.holds(version))):
         return io_struct.UpdateWeightsFromDistributedReqOutput(
             success=False, message=f"version {version} is not with every worker"
         )
-    buffer.take(version)
+    else:
+        update.forget()
+        buffer.take(version)
     manager.record_weight_version_after_update(asked.weight_version)
     success, message = manager.flush_cache_after_weight_update(asked, True, "swapped")
     return io_struct.UpdateWeightsFromDistributedReqOutput(success=success, message=message)
@@ -274,7 +316,8 @@ async def _at_once(original, controller, asked, request=None):
 
 def _told(said, controller, asked):
     manager = controller.scheduler.weight_updater
-    said.internal_state["midflight"] = _each(manager, _buffer(manager).state())
+    state = {**_buffer(manager).state(), **_update(manager).state()}
+    said.internal_state["midflight"] = _each(manager, state)
     return said
 
 
@@ -319,10 +362,22 @@ def register():
     for name, hook in {
         "init_weights_update_group": _begin,
         "update_weights_from_distributed": _take,
+        "begin_weight_update": _begin_own,
     }.items():
         HookRegistry.register(
             f"{parts}.weight_updater.SchedulerWeightUpdaterManager.{name}", hook, HookType.AROUND
         )
+    HookRegistry.register(
+        f"{parts}.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_disk",
+        _loaded,
+        HookType.AFTER,
+    )
+    HookRegistry.register(
+        "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+        ".receive_weights_from_distributed",
+        _arrived,
+        HookType.AFTER,
+    )
     HookRegistry.register(
         f"{parts}.internal_state.SchedulerInternalStateController.get_internal_state",
         _told,

@@ -7,6 +7,9 @@ between two steps, in a pause, by `POST /collective_rpc`.
 If vLLM was started with `--weight-transfer-config '{"backend": "midflight"}'`, it also takes
 weights that come straight from the trainer, by vLLM's own routes. `/init_weight_transfer_engine`
 begins to receive while vLLM generates, and `/update_weights` in a pause only swaps.
+
+If it was started with another backend, vLLM's own engine receives, and the loader adds what that
+lacks: it keeps the weights that are served, and says the digests of what has arrived.
 """
 
 import sys
@@ -18,8 +21,10 @@ from pathlib import Path
 
 import torch
 from midflight_direct import (
+    NOTHING_ORDERED,
     DoubleBuffer,
     LoadedInPlace,
+    OwnUpdate,
     beside,
     can_stand_beside,
     device_of,
@@ -86,16 +91,48 @@ class Loader:
             files = [opened.enter_context(safe_open(path, "pt")) for path in paths]
             if isinstance(self.weight_transfer_engine, DirectTransfer):
                 self.weight_transfer_engine.forget_live()
+            elif hasattr(self, "midflight_own_update"):
+                self.midflight_own_update.forget()
             tensors = _tensors(files, names)
             _reload(self.model_runner.get_model(), self.model_runner.model_config, tensors)
         return len(names)
 
     def midflight_landed(self) -> dict[str, object] | None:
         """The state of the weights that came straight from the trainer to this worker. `None` if
-        vLLM was started without our backend.
+        vLLM was started without an engine for them.
         """
         engine = self.weight_transfer_engine
-        return engine.double_buffer.state() if isinstance(engine, DirectTransfer) else None
+        if engine is None:
+            return None
+        if isinstance(engine, DirectTransfer):
+            return engine.double_buffer.state()
+        return {**NOTHING_ORDERED, **self._midflight_update().state()}
+
+    def midflight_keep(self, label: str) -> None:
+        """Keeps the weights that are served, before vLLM's own engine brings others."""
+        self._midflight_update().begin(label)
+
+    def midflight_take_back(self, label: str) -> None:
+        """Serves the weights that were kept, also after an update that broke off."""
+        self._midflight_update().take_back(label)
+        for module in self.model_runner.get_model().modules():
+            reload.get_layerwise_info(module).reset()
+
+    def _midflight_update(self) -> OwnUpdate:
+        """What is kept of vLLM's own updates. The model's way of loading notes what comes."""
+        model = self.model_runner.get_model()
+        if not hasattr(self, "midflight_own_update"):
+            self.midflight_own_update = OwnUpdate(model)
+            load = model.load_weights
+            model.load_weights = partial(_load_and_note, load, self.midflight_own_update)
+        return self.midflight_own_update
+
+
+def _load_and_note(load, update: OwnUpdate, weights: Iterable[tuple[str, Tensor]]):
+    """Loads a bucket and hashes it. Weights that come one by one, from a folder, are not hashed."""
+    if isinstance(weights, list):
+        update.arrive(weights)
+    return load(weights)
 
 
 NEWER_RUNNERS = ("vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.cpu.model_runner")
