@@ -39,6 +39,11 @@ class DirectLoader:
         """True if an update by the server's own engine can be taken back."""
         self._said = set[str]()
 
+    @property
+    def swaps(self) -> bool:
+        """True if versions come while the server generates, so that a commit only swaps them."""
+        return self._make_own is None
+
     async def opens(
         self, client: ServerClient, manifest: WeightManifest, *, same_names: bool
     ) -> bool:

@@ -69,8 +69,7 @@ class SglangOwnEngine:
         """Returns when the server has loaded the last bucket."""
         if not order.again:
             await self._join(order)
-        if self._order is None:
-            await self._open()
+        await self._open()
         self._order = order
         specs = {name: (dtype, shape) for name, dtype, shape, *_ in order.tensors}
         for names in order.buckets:
@@ -117,7 +116,7 @@ class SglangOwnEngine:
         self._group = order.group
 
     async def _open(self) -> None:
-        """Begins an update. One that was left open by somebody who is gone is ended first."""
+        """Begins an update. One that broke off is ended first."""
         try:
             await self._client.post("/begin_weight_update", {})
         except EngineError:
@@ -153,9 +152,8 @@ class VllmOwnEngine:
         await self._finish()  # what it has loaded is loaded again
         if not order.again:
             await self._join(order)
-        if self._order is None:
-            label = part(await self._client.get("/weight_info"), "weight_version", of="vLLM")
-            await self._call("midflight_keep", str(label))
+        label = part(await self._client.get("/weight_info"), "weight_version", of="vLLM")
+        await self._call("midflight_keep", str(label))
         self._order = order
         await self._client.post("/start_weight_update")
         specs = {name: (dtype, shape) for name, dtype, shape, *_ in order.tensors}
@@ -194,8 +192,12 @@ class VllmOwnEngine:
             self._joined = False
             with suppress(EngineError):
                 await self._client.post("/shutdown_weight_transfer_engine")
+        # The second is of a group that is not of NCCL, which vLLM itself cannot make.
+        place = {"nccl_unique_id_b64": order.nccl_id}
+        if not order.nccl_id:
+            place = {"master_address": order.host, "master_port": order.port}
         info = {
-            "nccl_unique_id_b64": order.nccl_id,
+            **place,
             "rank_offset": order.rank,
             "world_size": order.world,
             "packed": True,

@@ -167,8 +167,10 @@ def _named(terms: Join, store: TCPStore) -> PrefixStore:
     """The keys by which members meet. A server's own engine has those of
     `torch.distributed.new_group`: the group's name twice, and the device's kind.
     """
+    if terms.meets == "nccl_id":
+        return PrefixStore(terms.meets, store)
     ours = PrefixStore(terms.group, store)
-    if terms.meets != "torch":
+    if terms.meets == "plugin":
         return ours
     kind = "cuda" if terms.backend == "nccl" else "cpu"
     return PrefixStore(f"{kind}/", PrefixStore(f"{terms.group}/", ours))
