@@ -12,10 +12,10 @@ import logging
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 import torch
@@ -76,18 +76,38 @@ def use_device(device: torch.device) -> None:
         torch.get_device_module(device).set_device(device)
 
 
+class OutgoingVersion(Protocol):
+    """A version to send. Its bytes do not change until its release."""
+
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]: ...
+    @property
+    def device(self) -> torch.device:
+        """Where its buckets lie."""
+        ...
+
+    def parts(self, meets: Meeting, bucket_bytes: int) -> Generator[Tensor]:
+        """The buckets to send, in order, as uint8: slices for our plugin, and whole tensors one
+        after the other for a server's own engine. The caller closes it.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
-class OutgoingVersion:
-    """A version to send: bytes in memory that does not change until its release."""
+class WholeVersion:
+    """Implements `OutgoingVersion`: bytes that lie together."""
 
     data: Tensor
     fingerprint: str
     tensors: tuple[TensorSpec, ...]
 
-    def parts(self, meets: Meeting, bucket_bytes: int) -> Iterator[Tensor]:
-        """The buckets to send, in order, as uint8 on the version's device: slices for our plugin,
-        and whole tensors one after the other for a server's own engine.
-        """
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    def parts(self, meets: Meeting, bucket_bytes: int) -> Generator[Tensor]:
         if meets == "plugin":
             for place in rendezvous.buckets(self.data.numel(), bucket_bytes):
                 yield self.data[place]
@@ -271,7 +291,9 @@ class BroadcastService:
             _answer(members, self._unknown(members[0].ask))
             return
         hashed = any(m.ask.workers is not None for m in members)
-        on_device = hashed and version.data.device != CPU
+        # What has left the device goes back to it bucket by bucket, if only that is taken.
+        has_left = version.device == CPU and members[0].ask.meets == "plugin"
+        on_device = hashed and self._device != CPU and not has_left
         group = self._standing(members, on_device=on_device)
         if group is None:
             group = await self._meet(members, on_device=on_device)
@@ -292,12 +314,15 @@ class BroadcastService:
         found: list[Tensor] = []
         lengths: list[int] = []
         use_device(self._device)
-        with torch.no_grad():
-            for place in version.parts(group.terms.meets, self._bucket_bytes):
+        with (
+            torch.no_grad(),
+            contextlib.closing(version.parts(group.terms.meets, self._bucket_bytes)) as coming,
+        ):
+            for place in coming:
                 if self._closing.is_set():
                     group.close()
                     raise GroupBroken("the publisher is closing")
-                part = place if on_device else place.cpu()
+                part = place.to(self._device if on_device else CPU)
                 self.num_bytes_broadcast += len(part)
                 group.broadcast(part)
                 if hashed and on_device:
@@ -461,24 +486,27 @@ class BroadcastPublisher(Publisher):
             data = self._on_device.filled(specs, tensors, fill)
             digest = device_fingerprint(specs, data)
             self._newest = version
-            self._held[version] = OutgoingVersion(data, digest, specs)
-            return WeightManifest(version, digest, DIRECT, str(self._address), specs)
+            return self.hold(version, WholeVersion(data, digest, specs))
         buffer = self._buffers.take(version, extent(specs))
         copy_into(buffer, specs, tensors, fill)
         with memoryview(buffer) as view:
             digest = fingerprint(specs, view, threads=self._threads)
         self._buffers.hold(version, buffer)
-        self._held[version] = OutgoingVersion(
-            torch.frombuffer(buffer, dtype=torch.uint8)[: extent(specs)], digest, specs
-        )
-        return WeightManifest(version, digest, DIRECT, str(self._address), specs)
+        data = torch.frombuffer(buffer, dtype=torch.uint8)[: extent(specs)]
+        return self.hold(version, WholeVersion(data, digest, specs))
+
+    def hold(self, version: Version, outgoing: OutgoingVersion) -> WeightManifest:
+        """Publishes a version that is elsewhere. It is sent from there until its release."""
+        self._held[version] = outgoing
+        place = str(self._address)
+        return WeightManifest(version, outgoing.fingerprint, DIRECT, place, outgoing.tensors)
 
     def _make_room(self) -> None:
         """Moves the version that is on the device to host memory, if an engine may still fetch it.
         A broadcast of it that is under way breaks, and is made again from there.
         """
         held = None if self._newest is None else self._held.get(self._newest)
-        if held is not None and self._newest is not None:
+        if isinstance(held, WholeVersion) and self._newest is not None:
             self._held[self._newest] = replace(held, data=held.data.cpu())
         self._newest = None
 
