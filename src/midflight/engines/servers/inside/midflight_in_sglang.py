@@ -19,6 +19,7 @@ what has arrived, and an update in a group of our name takes the kept weights ba
 
 import json
 
+import midflight_needs  # noqa: F401 (it checks what SGLang must have, before that is imported)
 import torch
 from llguidance.torch import fill_next_token_bitmask
 from midflight_direct import (

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import midflight_needs  # noqa: F401 (it checks what vLLM must have, before that is imported)
 import torch
 from midflight_direct import (
     NOTHING_ORDERED,
@@ -34,10 +35,17 @@ from midflight_direct import (
 from midflight_seed import mixed
 from safetensors import safe_open
 from torch import Tensor, nn
-from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader.reload import layerwise as reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.layerwise import (
+    LAYERWISE_INFO,
+    _get_original_loader,
+    get_layerwise_info,
+)
 from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
@@ -116,7 +124,7 @@ class Loader:
         """Serves the weights that were kept, also after an update that broke off."""
         self._midflight_update().take_back(label)
         for module in self.model_runner.get_model().modules():
-            reload.get_layerwise_info(module).reset()
+            get_layerwise_info(module).reset()
 
     def _midflight_update(self) -> OwnUpdate:
         """What is kept of vLLM's own updates. The model's way of loading notes what comes."""
@@ -147,9 +155,9 @@ def _reload(model: nn.Module, model_config: object, tensors: Iterable[tuple[str,
         _forget_packed_experts(model)
     # The context makes every operation slower, so it is entered only if it changes something.
     with nullcontext() if device.type == "cpu" else torch.device(device):
-        reload.initialize_layerwise_reload(model)
+        initialize_layerwise_reload(model)
         model.load_weights(tensors)
-        reload.finalize_layerwise_reload(model, model_config)
+        finalize_layerwise_reload(model, model_config)
     _repack_heads(model)
 
 
@@ -217,8 +225,8 @@ class DirectTransfer(WeightTransferEngine):
             return in_host_memory(tensors)
         ready = beside(self.model)
         for served, other in zip(self.model.modules(), ready.modules(), strict=True):
-            known = reload.get_layerwise_info(served)
-            new = reload.get_layerwise_info(other)
+            known = get_layerwise_info(served)
+            new = get_layerwise_info(other)
             new.restore_device = known.restore_device
             metadata = []
             for kind in known.restore_metadata:
@@ -228,7 +236,7 @@ class DirectTransfer(WeightTransferEngine):
             _reload(ready, self.model_config, tensors)
         finally:
             for other in ready.modules():  # vLLM's notes of a layer hold the layer
-                reload.LAYERWISE_INFO.pop(other).restore_metadata = ({}, {})
+                LAYERWISE_INFO.pop(other).restore_metadata = ({}, {})
         return ready
 
     def _swapped(self, ready):
@@ -247,7 +255,7 @@ def _unloaded(tensor: Tensor, served: nn.Module) -> Tensor:
     of `served` has a loader that loads tensors of `served` only, and drops all others silently.
     """
     form = restore_layer_refs(to_meta_tensor(tensor), served)
-    form.weight_loader = reload._get_original_loader(form)
+    form.weight_loader = _get_original_loader(form)
     return form
 
 
