@@ -93,10 +93,12 @@ def plan_notes(config: Config, gpus: DescribedGpus) -> Iterator[str]:
     for way in version_ways(config, gpus):
         if way.transport == config.weights.transport and way.parts:
             seconds = way.slowest.seconds
-            if seconds > config.weights.stage_seconds:
+            option = "commit_seconds" if by_server_engine(config) else "stage_seconds"
+            given: float = getattr(config.weights, option)
+            if seconds > given:
                 yield (
                     f"a version is estimated to take {seconds:,.0f} s by {way.transport}, and "
-                    f"weights.stage_seconds is {config.weights.stage_seconds:g}; raise it."
+                    f"weights.{option} is {given:g}; raise it."
                 )
 
 
