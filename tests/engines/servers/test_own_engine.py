@@ -105,6 +105,23 @@ def test_i7_a_worker_that_cannot_load_a_bucket_gets_back_what_it_served_though_i
     on(tmp_path, test)
 
 
+def test_i7_a_version_that_is_gone_before_an_update_has_begun_leaves_what_is_served(tmp_path: Path) -> None:
+    async def test(stub: StubVllm, engine: ServerEngine, sender: BroadcastPublisher) -> None:
+        for version in (1, 2):
+            await update(engine, sender, version)
+        await engine.stage(sender.publish(3, weights(3)))
+        sender.release(3)
+        stub.orders.clear()
+        with pytest.raises(EngineError, match=r"not published or were released.*It serves version 2 again"):
+            await engine.commit(3)
+        assert not stub.orders and stub.holds(weights(2)) and stub.label == "2"
+        assert not (await engine.health()).paused
+        await update(engine, sender, 4)
+        assert stub.holds(weights(4))
+
+    on(tmp_path, test)
+
+
 def test_a_version_that_no_servers_own_engine_takes_is_written_as_a_folder_and_the_log_says_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -96,7 +96,17 @@ class SglangOwnEngine:
 
     async def take(self, version: Version, *, recompute: bool) -> None:
         """Takes back the weights that the plugin has kept."""
-        await self._plugin.take(version, recompute=recompute)
+        await self._client.post(
+            "/update_weights_from_distributed",
+            {
+                "names": [],
+                "dtypes": [],
+                "shapes": [],
+                "group_name": "midflight:own",
+                "weight_version": str(version),
+                "flush_cache": recompute,
+            },
+        )
 
     async def _join(self, order: TransferOrder) -> None:
         left = self._group
@@ -152,8 +162,7 @@ class VllmOwnEngine:
         await self._finish()  # what it has loaded is loaded again
         if not order.again:
             await self._join(order)
-        label = part(await self._client.get("/weight_info"), "weight_version", of="vLLM")
-        await self._call("midflight_keep", str(label))
+        await self._call("midflight_keep", await self._label())
         self._order = order
         await self._client.post("/start_weight_update")
         specs = {name: (dtype, shape) for name, dtype, shape, *_ in order.tensors}
@@ -179,7 +188,7 @@ class VllmOwnEngine:
 
     async def take(self, version: Version, *, recompute: bool) -> None:
         """Takes back the weights that the plugin has kept."""
-        await self._call("midflight_take_back", str(version))
+        await self._call("midflight_take_back", str(version), await self._label())
         await self._client.post("/update_weight_version", {"new_version": str(version)})
 
     async def _finish(self) -> None:
@@ -206,6 +215,9 @@ class VllmOwnEngine:
         }
         await self._client.post("/init_weight_transfer_engine", {"init_info": info})
         self._joined = True
+
+    async def _label(self) -> str:
+        return str(part(await self._client.get("/weight_info"), "weight_version", of="vLLM"))
 
     async def _call(self, method: str, *args: str) -> None:
         await self._client.post("/collective_rpc", {"method": method, "args": args})

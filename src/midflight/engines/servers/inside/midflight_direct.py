@@ -257,9 +257,14 @@ class OwnUpdate:
         self._arrived.add(bytes_of([tensor for _, tensor in tensors]))
 
     @torch.no_grad()
-    def take_back(self, label):
-        """Puts the weights that were kept where they were, also after an update that broke off."""
+    def take_back(self, label, served):
+        """Puts the weights that were kept where they were, also after an update that broke off.
+        `served` is the label that the server gives to its weights. If it is the same and nothing is
+        kept under it, no update has begun since, and there is nothing to do.
+        """
         if self.kept != label:
+            if served == label:
+                return
             raise ValueError(f"the weights {label!r} are not kept; kept are {self.kept!r}")
         for module, own in self._places:
             for name, value in own.items():

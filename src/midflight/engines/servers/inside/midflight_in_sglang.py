@@ -153,6 +153,8 @@ def _draw(draw, logprobs, seed, positions):
 
 GROUP = "midflight:"
 """The beginning of the name of a group that is ours. An order follows it, as JSON."""
+OWN = "midflight:own"
+"""The name by which an update of SGLang's own is taken back."""
 _buffers = []
 """One `DoubleBuffer`, from its first use on: a process has one manager of weights."""
 _updates = []
@@ -257,21 +259,37 @@ def _take(original, manager, asked):
         return original(manager, asked)
     from sglang.srt.managers import io_struct
 
-    buffer = _buffer(manager)
-    update = _update(manager)
-    version = int(asked.weight_version)
-    if all(_each(manager, update.kept == asked.weight_version)):
-        update.take_back(asked.weight_version)
-    elif not all(_each(manager, buffer.holds(version))):
-        return io_struct.UpdateWeightsFromDistributedReqOutput(
-            success=False, message=f"version {version} is not with every worker"
-        )
+    if asked.group_name == OWN:
+        taken = _taken_back(manager, asked.weight_version)
     else:
-        update.forget()
-        buffer.take(version)
+        taken = _swapped_in(manager, int(asked.weight_version))
+    if not taken:
+        return io_struct.UpdateWeightsFromDistributedReqOutput(
+            success=False, message=f"version {asked.weight_version} is not with every worker"
+        )
     manager.record_weight_version_after_update(asked.weight_version)
     success, message = manager.flush_cache_after_weight_update(asked, True, "swapped")
     return io_struct.UpdateWeightsFromDistributedReqOutput(success=success, message=message)
+
+
+def _swapped_in(manager, version):
+    buffer = _buffer(manager)
+    if not all(_each(manager, buffer.holds(version))):
+        return False
+    _update(manager).forget()
+    buffer.take(version)
+    return True
+
+
+def _taken_back(manager, label):
+    from sglang.srt.runtime_context import get_serving
+
+    update = _update(manager)
+    served = get_serving().weight_version
+    if not all(_each(manager, label in (update.kept, served))):
+        return False
+    update.take_back(label, served)
+    return True
 
 
 def _changed(original, scheduler, new_version):

@@ -120,9 +120,11 @@ class Loader:
         """Keeps the weights that are served, before vLLM's own engine brings others."""
         self._midflight_update().begin(label)
 
-    def midflight_take_back(self, label: str) -> None:
-        """Serves the weights that were kept, also after an update that broke off."""
-        self._midflight_update().take_back(label)
+    def midflight_take_back(self, label: str, served: str) -> None:
+        """Serves the weights that were kept, also after an update that broke off. `served` is the
+        label that vLLM gives to its weights.
+        """
+        self._midflight_update().take_back(label, served)
         for module in self.model_runner.get_model().modules():
             get_layerwise_info(module).reset()
 
