@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 import torch
 from torch import Tensor
+from torch.cuda import nccl
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from midflight.errors import EngineUnavailable, WeightsCorrupt
@@ -178,7 +179,7 @@ def _named(terms: Join, store: TCPStore) -> PrefixStore:
 
 def new_nccl_id() -> str:
     """A new id of NCCL in base64, by which members meet without a store."""
-    made = cast(bytes, torch.cuda.nccl.unique_id())  # pyright: ignore[reportUnknownMemberType]
+    made: bytes = cast(Any, nccl).unique_id()
     return base64.b64encode(made).decode()
 
 
@@ -189,11 +190,11 @@ class NcclById:
 
     def __init__(self, terms: Join) -> None:
         """Waits until all members are here."""
-        nccl = cast(Any, torch.cuda.nccl)
-        self._nccl = nccl
-        self._comm = nccl.init_rank(terms.world, base64.b64decode(terms.nccl_id), terms.rank)
+        self._nccl = cast(Any, nccl)
+        made = base64.b64decode(terms.nccl_id)
+        self._comm = self._nccl.init_rank(terms.world, made, terms.rank)
         # The first thing that vLLM's workers do.
-        nccl.all_reduce([torch.zeros(1, device="cuda")], comms=[self._comm])
+        self._nccl.all_reduce([torch.zeros(1, device="cuda")], comms=[self._comm])
         torch.cuda.current_stream().synchronize()
 
     def broadcast(self, parts: list[Tensor], options: Any) -> "RecordedWork":
@@ -207,7 +208,8 @@ class NcclById:
 class RecordedWork:
     """Work of which an event on a stream tells that it is over."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: Any) -> None:
+        """`event`: of `torch.cuda`."""
         self._event = event
 
     def is_completed(self) -> bool:
