@@ -107,6 +107,13 @@ class ServerWorkers(Protocol):
     answer.
     """
 
+    @property
+    def meets(self) -> types.Meeting:
+        """How they come to the group. Our plugin takes slices of the version; a server's own engine
+        takes buckets of whole tensors.
+        """
+        ...
+
     async def states(self) -> Sequence[types.WorkerState]:
         """The state of each worker of the server, in order."""
         ...

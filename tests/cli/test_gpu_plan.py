@@ -297,7 +297,7 @@ def test_the_seconds_of_a_version_are_its_bytes_over_the_slowest_part() -> None:
     ways = {way.transport: way for way in version_ways(config, DescribedGpus(2, GPU_KINDS["h100"]))}
     num_bytes = ways["direct"].slowest.num_bytes
     assert ways["direct"].slowest.seconds == pytest.approx(num_bytes / 450e9), "from GPU to GPU"
-    shared = load_config("run.toml", ["model.path=7b", "trainer.ranks=2"])
+    shared = load_config("run.toml", ["model.path=7b", "trainer.ranks=2", "weights.server_engine=false"])
     (by_host,) = [way for way in version_ways(shared, DescribedGpus(3, GPU_KINDS["h100"])) if way.transport == "direct"]
     assert by_host.slowest.seconds == pytest.approx(num_bytes / 1e9), "through host memory, by gloo"
     assert ways["shared_memory"].slowest.seconds == pytest.approx(num_bytes / 7.7e9)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from midflight.config.load import load_config
-from midflight.config.seats import engines_min, run_resources, seat_resources
+from midflight.config.seats import by_server_engine, engines_min, run_resources, seat_resources, stays_on_gpus
 from midflight.config.transport import LARGE_BYTES, MANY_ENGINES, way_of_weights
 from midflight.errors import ConfigError
 
@@ -74,6 +74,30 @@ def test_a_run_finds_the_way_of_its_weights_by_itself() -> None:
     assert way("engine.kind=vllm", "lora.rank=8") == "shared_memory"
     assert {way(RAY), way(RAY, "trainer.ranks=2"), way(RAY, "engine.count=8"), way(RAY, "engine.kind=vllm", "lora.rank=8")} == {"pull"}
     assert way("engine.kind=vllm", "weights.transport=auto") == "direct"
+
+
+GPUS = ["engine.kind=vllm", "engine.device=cuda", "trainer.device=cuda", "weights.transport=direct"]
+
+
+def test_servers_own_engines_receive_where_both_ends_are_on_gpus_and_one_key_turns_them_off() -> None:
+    def found(*options: str) -> tuple[bool, bool]:
+        config = load_config(None, [*GPUS, *options])
+        return by_server_engine(config), stays_on_gpus(config)
+
+    assert found() == found("engine.kind=sglang") == (True, True)
+    assert found("trainer.ranks=2", "engine.servers=[{tensor_parallel=4}]") == (True, True)
+    for elsewhere in (
+        "trainer.device=cpu",
+        "engine.device=cpu",
+        "weights.delta=true",
+        "engine.share_devices=true",
+        "weights.transport=pull",
+    ):
+        assert found(elsewhere) == (False, False)
+    off = "weights.server_engine=false"
+    assert found(off) == (False, True)
+    assert found(off, "trainer.ranks=2") == found(off, "engine.servers=[{tensor_parallel=2}]") == (False, False)
+    assert found("engine.servers=[{pipeline_parallel=2}]") == found("engine.servers=[{data_parallel=2}]") == (False, False)
 
 
 def test_seats_ask_for_what_the_parts_compute_with() -> None:

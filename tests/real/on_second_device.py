@@ -17,6 +17,8 @@ import pytest
 import torch
 from tests.engines.models import MemoryReceiver, ask, make_engine
 from tests.engines.reading import collect, ids
+from tests.engines.servers.fakes import attached
+from tests.engines.servers.own_vllm import StubVllm
 from tests.engines.test_contract import running
 from tests.engines.test_scoring import ragged
 from tests.models.mixtures import tiny_mixture
@@ -29,7 +31,8 @@ from transformers import PreTrainedModel
 
 from midflight.config.load import load_config
 from midflight.engines.embedded.weights import model_fingerprint
-from midflight.errors import WeightsCorrupt
+from midflight.engines.servers.direct import DirectLoader
+from midflight.errors import EngineError, WeightsCorrupt
 from midflight.models.load import load_model, save_model
 from midflight.models.names import as_tensors, in_dtype, named_tensors, outlines
 from midflight.run.device_check.inside import BenchWorker
@@ -41,7 +44,7 @@ from midflight.trainer.supervised import SupervisedTrainer
 from midflight.trainer.trainer import PolicyTrainer, trainer_of
 from midflight.types import PackedBatch, WeightManifest
 from midflight.weights.device_digest import digests, lanes
-from midflight.weights.transports.broadcast import BroadcastPublisher, OutgoingVersion
+from midflight.weights.transports.broadcast import BroadcastPublisher
 from midflight.weights.transports.direct import DirectFeed
 from midflight.weights.transports.process_group import BroadcastReceiver
 from midflight.weights.transports.publisher import copied
@@ -281,6 +284,37 @@ def test_a_version_goes_from_the_trainers_device_to_a_workers_through_no_host_me
         assert sender.service.num_groups == 1
 
 
+@pytest.mark.skipif(REAL is not None, reason="two members of NCCL must have two GPUs")
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_servers_own_engine_takes_each_workers_share_through_no_host_memory_and_it_is_taken_back(workers: int, tmp_path: Path) -> None:
+    """Against a stub of vLLM's routes, with gloo in the place of NCCL: no proof of NCCL."""
+    source = Source()
+    first = {name: tensor.cpu() for name, tensor in named_tensors(tiny_model(seed=5)).items()}
+    stub = StubVllm(first, workers=workers, device=DEVICE)
+
+    async def main(sender: BroadcastPublisher) -> None:
+        way = DirectLoader("vllm", DirectFeed(), by_own_engine=True)
+        async with attached(stub, tmp_path, direct=way) as (engine, _):
+            for version in (1, 2):
+                manifest = source.publish(sender, version)
+                await engine.stage(manifest)
+                crossed.clear()
+                await engine.commit(version)
+                assert (crossed.to_host, crossed.from_host) == (0, 0)
+                assert stub.holds(source.served()) and manifest.fingerprint.startswith("device-")
+            served = source.served()
+            await engine.stage(source.publish(sender, 3))
+            stub.workers[-1].fails_at = 1
+            crossed.clear()
+            with pytest.raises(EngineError, match="It serves version 2 again"):
+                await engine.commit(3)
+            assert (crossed.to_host, crossed.from_host) == (0, 0)
+            assert stub.holds(served) and stub.label == "2"
+
+    with BroadcastPublisher(device=DEVICE, bucket_bytes=5000, quiet_seconds=0.02) as sender:
+        asyncio.run(main(sender))
+
+
 @pytest.mark.skipif(REAL is not None, reason="counts the bytes of our device")
 def test_an_engine_that_has_no_device_or_comes_late_gets_the_version_from_host_memory() -> None:
     source = Source()
@@ -295,7 +329,7 @@ def test_an_engine_that_has_no_device_or_comes_late_gets_the_version_from_host_m
             found = as_tensors(manifest.tensors, reader.fetch(manifest))
             assert all(torch.equal(found[name].float(), tensor) for name, tensor in tensors.items())
         damaged = replace(manifests[1], fingerprint=manifests[1].fingerprint[:-1] + "x")
-        sender._held[2] = OutgoingVersion(sender._held[2].data, damaged.fingerprint)
+        sender._held[2] = replace(sender._held[2], fingerprint=damaged.fingerprint)
         with pytest.raises(WeightsCorrupt, match="its bytes hash to"):
             reader.fetch(damaged)
 

@@ -103,7 +103,7 @@ async def attached(
         engine = (AdapterEngine if num_adapters else ServerEngine)(
             server.kind,
             server.url,
-            adapter(server.kind, num_adapters=num_adapters, direct=direct is not None),
+            adapter(server.kind, num_adapters=num_adapters, direct=direct is not None and direct.swaps),
             tokenizer=TOKENIZER,
             model=server.model,
             receiver=receiver,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from midflight.engines.servers.command import INSIDE
 from midflight.errors import EngineError, EngineUnavailable, WeightsCorrupt
-from midflight.types import TensorSpec, TransferOrder, WeightManifest, WorkerState
+from midflight.types import Meeting, TensorSpec, TransferOrder, WeightManifest, WorkerState
 from midflight.weights.transports.broadcast import BroadcastPublisher
 from midflight.weights.transports.deltas import DeltaPublisher
 from midflight.weights.transports.direct import DirectFeed, DirectRound, RoundBroken, legs
@@ -110,6 +110,8 @@ class Small(nn.Module):
 
 class Workers:
     """Of one server. `said` is how many it says to them that they are."""
+
+    meets: Meeting = "plugin"
 
     def __init__(self, count: int, *, width: int = 2) -> None:
         self.models = [Small(width) for _ in range(count)]

@@ -20,7 +20,7 @@ from midflight.config.loss_text import effective_loss
 from midflight.config.memory import memory_estimate, total_bytes
 from midflight.config.model_defaults import shown_derived
 from midflight.config.notes import notes
-from midflight.config.seats import device_map
+from midflight.config.seats import BY_SERVER_ENGINE, by_server_engine, device_map
 from midflight.config.transport import chosen_transport, version_bytes
 from midflight.observe.readable import size
 from midflight.run.launcher import opening
@@ -163,6 +163,8 @@ def _derived(config: Config) -> Table:
     transport = config.weights.transport
     if transport != by_itself:
         reason = f'as said; "auto" would be {by_itself}: {reason}'
+    if by_server_engine(config):
+        reason = f"{reason}; {BY_SERVER_ENGINE}"
     table.add_row("weights", f"{size(version_bytes(config))} a version by {transport}: {reason}")
     for option in shown_derived(config):
         table.add_row(option.option, f"{option.words}: {option.why}")

@@ -22,7 +22,13 @@ from midflight.config.devices import VISIBLE
 from midflight.config.gpu_memory import GpuMemory, gpu_memory, is_server, server_layout
 from midflight.config.gpus import GPUS_OF_A_MACHINE, DescribedGpus, described_map
 from midflight.config.memory import memory_estimate
-from midflight.config.seats import DeviceAssignment, config_in_place, server_of, stays_on_gpus
+from midflight.config.seats import (
+    DeviceAssignment,
+    by_server_engine,
+    config_in_place,
+    server_of,
+    stays_on_gpus,
+)
 from midflight.config.version_ways import (
     MEMORY,
     SHARED,
@@ -87,10 +93,12 @@ def plan_notes(config: Config, gpus: DescribedGpus) -> Iterator[str]:
     for way in version_ways(config, gpus):
         if way.transport == config.weights.transport and way.parts:
             seconds = way.slowest.seconds
-            if seconds > config.weights.stage_seconds:
+            option = "commit_seconds" if by_server_engine(config) else "stage_seconds"
+            given: float = getattr(config.weights, option)
+            if seconds > given:
                 yield (
                     f"a version is estimated to take {seconds:,.0f} s by {way.transport}, and "
-                    f"weights.stage_seconds is {config.weights.stage_seconds:g}; raise it."
+                    f"weights.{option} is {given:g}; raise it."
                 )
 
 
@@ -209,12 +217,12 @@ def _groups(config: Config) -> Table:
             table.add_row(*row)
     if config.weights.transport == "direct":
         workers = num_workers_of_servers(config)
-        table.add_row(
-            "versions, direct",
-            "NCCL; gloo where a GPU has no room" if stays_on_gpus(config) else "gloo",
-            str(workers + 1),
-            f"trainer, {workers} workers of the servers",
-        )
+        by = "NCCL; gloo where a GPU has no room" if stays_on_gpus(config) else "gloo"
+        members = f"trainer, {workers} workers of the servers"
+        if by_server_engine(config):
+            by = f"the servers' own engines by {by}"
+            members += ", a group for each server"
+        table.add_row("versions, direct", by, str(workers + 1), members)
     if not table.row_count:
         table.add_row("none", "", "", "no process sends tensors in a group")
     return table

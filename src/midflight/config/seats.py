@@ -106,24 +106,51 @@ def server_size(engine: EngineSection, server: ServerSection | None) -> int:
 
 
 def stays_on_gpus(config: Config) -> bool:
-    """True if versions go from the trainer's GPU to those of the servers, and through no host
+    """True if versions go from the trainer's GPUs to those of the servers, and through no host
     memory. Untested on a GPU.
 
-    Both ends must have no other group of GPUs, whose kernels could wait for those of this one: one
-    trainer rank, and servers of one GPU each.
+    If our plugin receives, beside running answers, no end may have another group of GPUs, whose
+    kernels could wait for those of this one: one trainer rank, and servers of one GPU each.
     """
     engine = config.engine
+    if not _on_gpus(config):
+        return False
     sizes = [server_size(engine, server) for server in engine.servers or (None,)]
+    return by_server_engine(config) or (config.trainer.ranks == 1 and max(sizes) == 1)
+
+
+BY_SERVER_ENGINE = (
+    "the server's own transfer engine receives versions, in the pause; untested on a GPU "
+    "(weights.server_engine = false turns it off)"
+)
+
+
+def by_server_engine(config: Config) -> bool:
+    """True if the servers' own transfer engines receive versions. Untested on a GPU.
+
+    SGLang's takes them in servers that are laid over GPUs by tensor only, and we ask the same of
+    vLLM. In the pause no worker waits for another, so that a server may have several GPUs.
+    """
+    servers = config.engine.servers
+    return (
+        config.weights.server_engine
+        and _on_gpus(config)
+        and config.lora.rank is None
+        and all(one.world_size == one.tensor_parallel for one in servers)
+    )
+
+
+def _on_gpus(config: Config) -> bool:
+    """True if trainer and servers have GPUs of their own, and versions may go between these."""
+    engine = config.engine
     return (
         config.weights.transport == "direct"
         and not config.weights.delta
         and config.trainer.device != "cpu"
-        and config.trainer.ranks == 1
         and engine.kind != "embedded"
         and engine.device != "cpu"
         and not engine.share_devices
         and not engine.urls
-        and max(sizes) == 1
     )
 
 

@@ -12,6 +12,11 @@ class WeightsSection(Section):
     broadcast into the workers of vLLM and SGLang. auto chooses by size and place; `--dry-run` says
     which, and why.
     """
+    server_engine: bool = True
+    """Where `direct` goes from GPU to GPU, the server's own transfer engine receives (vLLM's NCCL
+    engine, SGLang's update by a process group), in the pause; untested on a GPU. false: our plugin
+    receives beside running answers, but over host memory if trainer or server has several GPUs.
+    """
     every: Positive = 1
     """Steps from one published version to the next, at most `rollout.max_staleness` + 1. Larger
     hands over less often and trains on older tokens.

@@ -1,6 +1,7 @@
 """Engines and the weights that they serve."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from midflight.types.names import Feature, LogprobKind, PauseMode, Version
 
@@ -131,6 +132,12 @@ class Attestation:
     fingerprint: str
 
 
+Meeting = Literal["plugin", "torch", "nccl_id"]
+"""How a server's workers come to a group with the trainer: our plugin through a store, the server's
+own engine as `torch.distributed` names the keys of a store, or by NCCL's unique id.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class TransferOrder:
     """An order to a server's workers to receive a version directly. They meet in `group`, through
@@ -173,6 +180,10 @@ class TransferOrder:
     """True if the bytes go from the trainer's device to those of the workers, and are hashed there.
     Otherwise they are in host memory at both ends.
     """
+    nccl_id: str = ""
+    """NCCL's unique id of the group in base64, if the workers meet by that."""
+    buckets: tuple[tuple[str, ...], ...] = ()
+    """The names of the tensors of each bucket, if a server's own engine takes whole tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,4 +202,12 @@ class WorkerState:
     held: str | None = ""
     """The fingerprint of the bytes that a difference may change. It is empty if it holds none, and
     None if it cannot check the result of a difference.
+    """
+    arrived: tuple[str, ...] = ()
+    """The digests of the buckets that the server's own transfer engine has received since its last
+    update began.
+    """
+    keeps: bool = False
+    """True if it keeps the weights that are served while the server's own engine brings others, so
+    that they can be taken back.
     """

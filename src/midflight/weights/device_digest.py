@@ -15,22 +15,27 @@ STEPS = (-0x61C8864680B583EB, -0x3C5A37A36834CED9)
 """Two odd numbers of 64 bits, one for each lane."""
 _FIRST = -0x40A7B892E31B1A47
 _SECOND = -0x6B2FB644ECCEEE15
-_WORD = 8
+WORD = 8
+"""Bytes that are mixed as one number."""
 AT_ONCE = 2**20
 """Words that are hashed at once, so that what is between takes little memory."""
 
 
-def lanes(part: Tensor) -> Tensor:
-    """The digest of uint8 numbers: two numbers of 64 bits, on the same device. It does not wait."""
-    whole = len(part) // _WORD * _WORD
+def lanes(part: Tensor, *, first: int = 0) -> Tensor:
+    """The digest of uint8 numbers: two numbers of 64 bits, on the same device. It does not wait.
+
+    `first` is the number of their first word in a longer row. The digests of all parts of a row,
+    cut at words, add up to the digest of the row.
+    """
+    whole = len(part) // WORD * WORD
     found = torch.zeros(2, dtype=torch.int64, device=part.device)
-    for start in range(0, whole, AT_ONCE * _WORD):
-        stop = min(start + AT_ONCE * _WORD, whole)
-        found += _of_words(_words(part[start:stop]), start // _WORD)
+    for start in range(0, whole, AT_ONCE * WORD):
+        stop = min(start + AT_ONCE * WORD, whole)
+        found += _of_words(_words(part[start:stop]), first + start // WORD)
     if whole < len(part):
-        rest = torch.zeros(_WORD, dtype=torch.uint8, device=part.device)
+        rest = torch.zeros(WORD, dtype=torch.uint8, device=part.device)
         rest[: len(part) - whole].copy_(part[whole:])
-        found += _of_words(_words(rest), whole // _WORD)
+        found += _of_words(_words(rest), first + whole // WORD)
     return found
 
 
@@ -41,14 +46,17 @@ def digests(found: list[Tensor], lengths: list[int]) -> list[str]:
     if not found:
         return []
     numbers = torch.stack(found).tolist()
-    words: list[str] = []
-    for (one, other), length in zip(numbers, lengths, strict=True):
-        words.append(f"{one % 2**64:016x}{other % 2**64:016x}-{length}")
-    return words
+    pairs = zip(numbers, lengths, strict=True)
+    return [words(one, other, length) for (one, other), length in pairs]
+
+
+def words(one: int, other: int, length: int) -> str:
+    """A digest in hex, from its two numbers and the length in bytes."""
+    return f"{one % 2**64:016x}{other % 2**64:016x}-{length}"
 
 
 def _words(part: Tensor) -> Tensor:
-    if part.storage_offset() % _WORD:
+    if part.storage_offset() % WORD:
         part = part.clone()
     return part.view(torch.int64)
 

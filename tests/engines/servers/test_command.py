@@ -49,6 +49,15 @@ def test_vllm_on_a_gpu_compiles_and_takes_its_share_of_the_memory_by_itself() ->
     assert made.environ == {"PATH": "/venv/bin", **ALWAYS, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
+def test_vllms_own_engine_receives_versions_where_it_is_to_do_so_and_sglang_needs_no_word_for_that() -> None:
+    own = replace(MODEL, own_transfer=True)
+    for kind in ("vllm", "sglang"):
+        section = EngineSection.model_validate({"kind": kind, "device": "cuda", "max_running": 16})
+        words = [server_command(section, model, python=PYTHON, port=1, inherited={}).argv for model in (MODEL, own)]
+        changed = [(a, b) for a, b in zip(*words, strict=True) if a != b]
+        assert changed == ([('{"backend": "midflight"}', '{"backend": "nccl"}')] if kind == "vllm" else [])
+
+
 def test_sglang_on_a_cpu() -> None:
     made = command("sglang", threads=2)
     assert " ".join(made.argv) == f"{SGLANG} --device cpu --attention-backend torch_native --sleep-on-idle --max-total-tokens 32768"

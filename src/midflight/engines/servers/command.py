@@ -59,6 +59,8 @@ class ServedModel:
     """
     rank: int = 0
     targets: tuple[str, ...] = ()
+    own_transfer: bool = False
+    """True if the server's own transfer engine receives versions, and not our plugin's."""
     has_other_towers: bool = False
     """True if the model also reads other things than text, such as images. They are not served."""
 
@@ -126,8 +128,9 @@ def _vllm(
     # Log-probabilities are of the distribution sampled from, not of temperature 1.
     words += ["--logprobs-mode", "processed_logprobs"]
     words += ["--worker-extension-cls", "midflight_vllm.Loader"]
-    # Our backend receives weights that come straight from the trainer.
-    words += ["--weight-transfer-config", '{"backend": "midflight"}']
+    # The backend that receives weights that come straight from the trainer: ours, or vLLM's own.
+    backend = "nccl" if model.own_transfer else "midflight"
+    words += ["--weight-transfer-config", f'{{"backend": "{backend}"}}']
     # Our plugin fills the masks of this backend.
     words += ["--structured-outputs-config", '{"backend": "guidance"}']
     words += ["--disable-uvicorn-access-log"]

@@ -1,116 +1,48 @@
-"""Weights that come straight into a server's workers, by the server's own routes. Our plugin inside
-the server makes these routes wait for nothing.
+"""Weights that come straight into a server's workers, by the server's own routes: received by our
+plugin there while the server generates, or by the server's own transfer engine in the pause.
 
-The companion gives orders and asks what the workers hold. In the pause the workers only exchange
-the weights that they serve for those that have come.
+The companion gives orders and asks what the workers hold. With the plugin the workers only exchange
+in the pause the weights that they serve for those that have come.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from dataclasses import replace
 
-import msgspec
-
-from midflight.engines.servers.server import ServerClient, part
+from midflight.engines.servers.own_engines import OWN_ENGINES, TORCH_NAMES, OwnEngine
+from midflight.engines.servers.plugin_workers import WORKERS
+from midflight.engines.servers.server import ServerClient
 from midflight.errors import EngineError, EngineUnavailable
-from midflight.ports import ServerWorkers, WorkerFeed
-from midflight.types import TransferOrder, Version, WeightManifest, WorkerState
+from midflight.ports import WorkerFeed
+from midflight.types import Version, WeightManifest
 
 _log = logging.getLogger(__name__)
 TRANSPORT = "direct"
-_OF = "a server that Midflight's plugin is in"
-
-
-class DirectServer(ServerWorkers, Protocol):
-    async def take(self, version: Version, *, recompute: bool) -> None:
-        """Serves the weights that came, or goes back to the weights that were served before them.
-        All workers do so, or none. Called in a pause, or between two steps.
-        """
-        ...
-
-
-class VllmWorkers:
-    """vLLM's weight-transfer engine, for which our plugin has registered a backend."""
-
-    def __init__(self, client: ServerClient) -> None:
-        self._client = client
-
-    async def states(self) -> Sequence[WorkerState]:
-        answer = await self._client.post("/collective_rpc", {"method": "midflight_landed"})
-        return _states(part(answer, "results", of=_OF))
-
-    async def receive(self, order: TransferOrder) -> None:
-        await self._client.post(
-            "/init_weight_transfer_engine", {"init_info": {"order": msgspec.to_builtins(order)}}
-        )
-
-    async def take(self, version: Version, *, recompute: bool) -> None:
-        """See `DirectServer`. The pause has cleared caches, where they had to be."""
-        await self._client.post("/start_weight_update")
-        await self._client.post("/update_weights", {"update_info": {"version": version}})
-        await self._client.post("/finish_weight_update", {"weight_version": str(version)})
-
-
-class SglangWorkers:
-    """SGLang's weight update by a process group, which our plugin joins in the background."""
-
-    def __init__(self, client: ServerClient) -> None:
-        self._client = client
-
-    async def states(self) -> Sequence[WorkerState]:
-        info = await self._client.get("/server_info")
-        return _states(part(info, "internal_states", 0, "midflight", of=_OF))
-
-    async def receive(self, order: TransferOrder) -> None:
-        body = {
-            "master_address": order.host,
-            "master_port": order.port,
-            "rank_offset": order.rank,
-            "world_size": order.world,
-            "group_name": f"midflight:{msgspec.json.encode(order).decode()}",
-            "backend": order.backend,
-        }
-        await self._client.post("/init_weights_update_group", body)
-
-    async def take(self, version: Version, *, recompute: bool) -> None:
-        """See `DirectServer`. SGLang refuses to clear its cache while requests hold keys, and only
-        retracted requests hold none.
-        """
-        body: dict[str, object] = {
-            "names": [],
-            "dtypes": [],
-            "shapes": [],
-            "group_name": "midflight:",
-            "weight_version": str(version),
-            "flush_cache": recompute,
-        }
-        await self._client.post("/update_weights_from_distributed", body)
-
-
-def _states(said: object) -> Sequence[WorkerState]:
-    try:
-        return msgspec.convert(said, tuple[WorkerState, ...])
-    except msgspec.ValidationError as error:
-        raise EngineError(f"reading {str(said)[:200]!r}: {error}. Attach to {_OF}.") from error
-
-
-WORKERS: Mapping[str, Callable[[ServerClient], DirectServer]] = {
-    "vllm": VllmWorkers,
-    "sglang": SglangWorkers,
-}
 
 
 class DirectLoader:
     """Decides which versions come straight to one server's workers, and brings them."""
 
-    def __init__(self, kind: str, feed: WorkerFeed) -> None:
+    def __init__(self, kind: str, feed: WorkerFeed, *, by_own_engine: bool = False) -> None:
+        """With `by_own_engine` the server's own transfer engine receives versions, in the pause."""
         self._make = WORKERS[kind]
+        self._make_own = OWN_ENGINES[kind] if by_own_engine else None
+        self._own: OwnEngine | None = None
+        """Made for the first version."""
+        self._coming: WeightManifest | None = None
+        """The version that the server's own engine receives in the next pause."""
         self._feed = feed
         self._is_open: bool | None = None
         """True if the server can receive in this way. It is known after the first version."""
         self._changes = False
         """True if differences may be sent to the server."""
+        self._keeps = False
+        """True if an update by the server's own engine can be taken back."""
         self._said = set[str]()
+
+    @property
+    def swaps(self) -> bool:
+        """True if versions come while the server generates, so that a commit only swaps them."""
+        return self._make_own is None
 
     async def opens(
         self, client: ServerClient, manifest: WeightManifest, *, same_names: bool
@@ -131,18 +63,61 @@ class DirectLoader:
                 return self._closed(client, str(error))
             self._is_open = len(states) > 0
             self._changes = all(state.held is not None for state in states)
+            self._keeps = all(state.keeps for state in states)
+        if self._make_own is not None:
+            return self._opens_for_own_engine(client, manifest)
         if manifest.deltas and not self._changes:
             return self._closed(
                 client, "it is a difference, for which the server's interpreter must have xxhash"
             )
         return True
 
+    def _opens_for_own_engine(self, client: ServerClient, manifest: WeightManifest) -> bool:
+        if manifest.deltas:
+            return self._closed(client, "it is a difference, which no server's own engine takes")
+        others = {spec.dtype for spec in manifest.tensors} - TORCH_NAMES.keys()
+        if others:
+            return self._closed(client, f"it has numbers of {sorted(others)[0]}")
+        if not self._keeps:
+            return self._closed(
+                client,
+                "its model keeps weights where our plugin cannot put old ones back, as quantised "
+                "models do",
+            )
+        return True
+
     async def bring(self, client: ServerClient, manifest: WeightManifest) -> None:
-        """Waits until each worker holds the version. The server generates meanwhile."""
+        """Waits until each worker holds the version. The server generates meanwhile. For its own
+        engine the version stays with the trainer until `take`.
+        """
+        if self._make_own is not None:
+            self._coming = replace(manifest, receivers=1)  # each server has a pause of its own
+            return
         await self._feed.bring(manifest, self._make(client))
 
     async def take(self, client: ServerClient, version: Version, *, recompute: bool) -> None:
-        await self._make(client).take(version, recompute=recompute)
+        """Serves the version that was brought, or goes back to the one that was served before it.
+        Called in a pause, or between two steps.
+        """
+        if self._make_own is None:
+            await self._make(client).take(version, recompute=recompute)
+            return
+        if self._own is None:
+            self._own = self._make_own(client)
+        coming = self._coming
+        if coming is None or coming.version != version:
+            await self._own.take(version, recompute=recompute)
+            return
+        try:
+            await self._feed.bring(coming, self._own)
+            await self._own.serve(version, recompute=recompute)
+        except EngineError:
+            await self._own.abandon()
+            raise
+        except BaseException:
+            self._own = None  # what the server has of the version is not known
+            raise
+        self._coming = None
 
     def _closed(self, client: ServerClient, why: str) -> bool:
         """Returns false, and logs each reason once."""

@@ -31,7 +31,7 @@ from midflight.run.device_check.bench import (
     within,
 )
 from midflight.run.device_check.report import DeviceTrial
-from midflight.types import TransferOrder, WorkerState
+from midflight.types import Meeting, TransferOrder, WorkerState
 from midflight.weights.transports.broadcast import BroadcastPublisher
 from midflight.weights.transports.direct import DirectFeed
 
@@ -41,6 +41,8 @@ BUCKET_BYTES = 2**16
 
 class BenchWorker:
     """Implements `ports.ServerWorkers`: one worker, which serves a model."""
+
+    meets: Meeting = "plugin"
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model

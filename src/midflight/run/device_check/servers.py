@@ -23,8 +23,10 @@ import torch
 
 from midflight.config.load import load_config
 from midflight.config.sections import Config
-from midflight.engines.servers.direct import WORKERS, DirectLoader
+from midflight.engines.servers.direct import DirectLoader
 from midflight.engines.servers.engine import ServerEngine
+from midflight.engines.servers.own_engines import OWN_ENGINES
+from midflight.engines.servers.plugin_workers import WORKERS
 from midflight.engines.servers.server import Server, ServerClient
 from midflight.engines.servers.sglang import SglangServer
 from midflight.engines.servers.vllm import VllmServer
@@ -54,6 +56,7 @@ from midflight.run.engine.server_process import started
 from midflight.run.launcher.checks.engines import SERVERS
 from midflight.text.tokenizer import Tokenizer
 from midflight.types import GenerateRequest, PauseMode, SamplingParams
+from midflight.weights.transports.broadcast import BroadcastPublisher
 from midflight.weights.transports.direct import DirectFeed
 from midflight.weights.transports.kinds import DIRECT, SHARED_MEMORY
 from midflight.weights.transports.memory_files import shared_places
@@ -86,6 +89,7 @@ def servers(bench: Bench, kind: str) -> Iterator[DeviceTrial]:
             "tokens and log-probabilities",
             "a version in mid-answer",
             "taking a version back",
+            "its own transfer engine",
             "sleep and wake",
             "tensor-parallel 2",
             "mismatch before and after engine.deterministic",
@@ -100,6 +104,7 @@ def servers(bench: Bench, kind: str) -> Iterator[DeviceTrial]:
         yield from asyncio.run(at.trials(size))
     if bench.why_not_real:
         yield not_tried(f"{name} in real size", bench.why_not_real)
+    yield from _own_engine(at)
     yield from _tensor_parallel(at)
     yield from _sleep_and_wake(at)
     yield from _deterministic(at)
@@ -166,9 +171,14 @@ class _ServerBench:
         return f'set engine.kind to "{other}" or "embedded"'
 
     def config(
-        self, *, size: BenchSize, arguments: Sequence[str] = (), tensor_parallel: int = 1
+        self,
+        *,
+        size: BenchSize,
+        arguments: Sequence[str] = (),
+        tensor_parallel: int = 1,
+        more: Sequence[str] = (),
     ) -> Config:
-        """The configuration of a run with such a server."""
+        """The configuration of a run with such a server. `more` are further settings."""
         dtype = "bfloat16" if size is REAL else "float32"
         settings = [
             f"run.folder={self.bench.scratch / 'servers'}",
@@ -188,10 +198,12 @@ class _ServerBench:
             option = "--gpu-memory-utilization" if self.kind == "vllm" else "--mem-fraction-static"
             words.append(f"{option}=0.5")
         settings.append(f"engine.arguments={json.dumps(words)}")
-        return load_config(None, settings)
+        return load_config(None, [*settings, *more])
 
     @asynccontextmanager
-    async def attached(self, size: BenchSize, config: Config) -> AsyncGenerator[_Attached]:
+    async def attached(
+        self, size: BenchSize, config: Config, *, by_own_engine: bool = False
+    ) -> AsyncGenerator[_Attached]:
         """A server that ends with the block."""
         folder = self.bench.folder(size)
         name = self.bench.segment()
@@ -200,12 +212,12 @@ class _ServerBench:
             engine = ServerEngine(
                 name,
                 running.url,
-                self._wire(size),
+                self._wire(size, swaps=not by_own_engine),
                 tokenizer=Tokenizer.load(folder),
                 model=folder,
                 receiver=receiver(),
                 staging=staging,
-                direct=DirectLoader(self.kind, DirectFeed()),
+                direct=DirectLoader(self.kind, DirectFeed(), by_own_engine=by_own_engine),
                 works=running.works,
             )
             async with asyncio.TaskGroup() as tasks:
@@ -217,14 +229,14 @@ class _ServerBench:
                     loop.cancel()
         shutil.rmtree(staging, ignore_errors=True)
 
-    def _wire(self, size: BenchSize) -> Server:
+    def _wire(self, size: BenchSize, *, swaps: bool) -> Server:
         if self.kind == "vllm":
             return VllmServer(vocab_size=size.vocabulary, max_running=max(size.running))
         return SglangServer(
             vocab_size=size.vocabulary,
             max_running=max(size.running),
             max_context=size.context,
-            direct=True,
+            direct=swaps,
         )
 
     async def trials(self, size: BenchSize) -> list[DeviceTrial]:
@@ -384,6 +396,24 @@ class _ServerBench:
             raise Wrong("the answer of the version that was taken back is another")
         return "the same answer as before the version"
 
+    async def by_own_engine(self, server: _Attached, outbox: Publisher) -> str:
+        """Versions by the server's own transfer engine: one in mid-answer, then another, which is
+        taken back.
+        """
+        engine = server.engine
+        found = await self.swapped(engine, outbox, 1, PauseMode.RECOMPUTE)
+        before = await _said(engine)
+        await self._serve(engine, outbox, 3, seed=2)
+        if await _said(engine) == before:
+            raise Wrong("the new version answers as the one before")
+        async with ServerClient(engine.name, server.url, patience_seconds=CALL_SECONDS) as client:
+            await engine.pause(PauseMode.RECOMPUTE)
+            await OWN_ENGINES[self.kind](client).take(2, recompute=True)
+            await engine.resume()
+        if await _said(engine) != before:
+            raise Wrong("the answer of the version that was taken back is another")
+        return f"{found}; the same answer as before a version that was taken back"
+
     async def _serve(
         self, engine: ServerEngine, outbox: Publisher, version: int, *, seed: int
     ) -> None:
@@ -413,6 +443,30 @@ async def _said(engine: ServerEngine) -> list[int]:
 
 
 # --- With other command lines ---------------------------------------------------------------------
+
+
+def _own_engine(at: _ServerBench) -> Iterator[DeviceTrial]:
+    what = f"{at.name}: versions by its own transfer engine"
+    if at.bench.is_cuda and at.bench.num_devices < 2:
+        yield not_tried(what, f"it takes two GPUs, and {at.bench.num_devices} is here")
+    elif at.kind == "vllm" and not at.bench.is_cuda:
+        yield not_tried(what, "vLLM has one for GPUs only")
+    else:
+        yield asyncio.run(
+            tried_while(
+                what, lambda: _by_own_engine(at), remedy="set weights.server_engine = false"
+            )
+        )
+
+
+async def _by_own_engine(at: _ServerBench) -> str:
+    more = ["weights.transport=direct"]
+    if at.bench.is_cuda:  # the trainer's end has the first GPU
+        more += ["trainer.device=cuda:0", "engine.device=cuda:1"]
+    config = at.config(size=SMALL, more=more)
+    with BroadcastPublisher(device=at.bench.device) as outbox:
+        async with at.attached(SMALL, config, by_own_engine=True) as server:
+            return await at.by_own_engine(server, outbox)
 
 
 def _tensor_parallel(at: _ServerBench) -> Iterator[DeviceTrial]:

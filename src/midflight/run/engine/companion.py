@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+from midflight.config.seats import BY_SERVER_ENGINE, by_server_engine
 from midflight.config.sections import Config
 from midflight.engines.app import build_app
 from midflight.engines.introduction import about_route
@@ -123,7 +124,11 @@ async def speak_for_server(
             staging=staging,
             version=version,
             num_workers=servers[0].world_size if servers else None,
-            direct=DirectLoader(config.engine.kind, DirectFeed(answer_seconds=stage_seconds)),
+            direct=DirectLoader(
+                config.engine.kind,
+                DirectFeed(answer_seconds=stage_seconds),
+                by_own_engine=by_server_engine(config),
+            ),
             start_seconds=config.engine.start_seconds,
             works=running.works,
         )
@@ -132,6 +137,8 @@ async def speak_for_server(
             caution = await engine.attached()
             if caution:
                 say(caution)
+            if by_server_engine(config):
+                say(f"{name}: {BY_SERVER_ENGINE}")
             await serve(engine)
 
         await serve_while(running.died(), _run(engine), serve_attached())
@@ -172,5 +179,5 @@ def _wire(config: Config, model: Path) -> Server:
         max_context=config.model.max_context,
         theirs=theirs,
         deterministic=engine.deterministic,
-        direct=config.weights.transport == DIRECT,
+        direct=config.weights.transport == DIRECT and not by_server_engine(config),
     )

@@ -20,6 +20,7 @@ import aiohttp
 
 from midflight.config.derived import engine_python, served_dtype
 from midflight.config.engine import EngineSection
+from midflight.config.seats import by_server_engine
 from midflight.config.sections import Config
 from midflight.engines.servers.command import HOST, READY, Command, ServedModel, server_command
 from midflight.errors import ConfigError, RunFailed, first_error
@@ -99,6 +100,7 @@ def command_for(
         rank=adapter.rank if adapter else 0,
         targets=adapter.targets if adapter else (),
         records_experts=recorded_experts(config, model) > 0,
+        own_transfer=by_server_engine(config),
         has_other_towers=reads_more_than_text(model),
     )
     return server_command(

@@ -28,6 +28,7 @@ from midflight.trainer.report import StepReport
 from midflight.trainer.trainer import PolicyTrainer
 from midflight.types import PackedBatch, Version, WeightManifest
 from midflight.types.digests import StepChain
+from midflight.weights.transports.publisher import Publisher
 from midflight.weights.transports.pull_publisher import PullPublisher
 
 
@@ -74,9 +75,7 @@ class Wire:
     beside the steps.
     """
 
-    def __init__(
-        self, ranks: Ranks, publisher: Callable[..., PullPublisher] = PullPublisher
-    ) -> None:
+    def __init__(self, ranks: Ranks, publisher: Callable[..., Publisher] = PullPublisher) -> None:
         """`publisher` makes the publisher of this rank's part of the weights, when it is first
         used.
         """
@@ -132,7 +131,7 @@ class Wire:
         ]
 
     @cached_property
-    def publisher(self) -> PullPublisher:
+    def publisher(self) -> Publisher:
         return self._publisher(rank=self.ranks.rank, gather=self.gather)
 
     def _group(self) -> dist.ProcessGroup | None:
@@ -165,7 +164,7 @@ class Team:
         checkpoints: Path,
         *,
         keep: int,
-        publisher: Callable[..., PullPublisher] = PullPublisher,
+        publisher: Callable[..., Publisher] = PullPublisher,
     ) -> None:
         self._trainer = trainer
         self._checkpoints = checkpoints
@@ -228,8 +227,8 @@ class Team:
 
     @together()
     def publish(self, version: Version, released: Sequence[Version]) -> WeightManifest:
-        """Publishes by the pull transport: every rank gives away its part of the weights, and no
-        tensor is put together.
+        """Publishes what ranks give away by themselves, and no rank puts together: by the pull
+        transport, or rows that go straight into servers' workers.
         """
         deed = Publish(version, tuple(released))
         self._wire.say(deed)
@@ -245,7 +244,7 @@ async def follow(
     *,
     keep: int,
     heartbeat: Heartbeat,
-    publisher: Callable[..., PullPublisher] = PullPublisher,
+    publisher: Callable[..., Publisher] = PullPublisher,
 ) -> None:
     """Runs any rank except the first: makes its trainer, and follows the first rank's deeds until
     the end. Any error ends it, also one of a checkpoint on its way to the disk. The first rank

@@ -46,7 +46,7 @@ from midflight.text.tokenizer import Tokenizer
 from midflight.trainer.folders import newest_whole, version_of
 from midflight.trainer.model.microbatch import Layout
 from midflight.trainer.model.probe import proven_layout
-from midflight.trainer.model.ranks import Ranks, join
+from midflight.trainer.model.ranks import Ranks, backend_of, join
 from midflight.trainer.own_loss import objective_of
 from midflight.trainer.trainer import PolicyTrainer, trainer_of
 from midflight.trajectories.pairs import copy_name, drafted
@@ -54,6 +54,7 @@ from midflight.types import Version, WeightManifest
 from midflight.weights.transports.memory_files import SHARED, remove_stale
 from midflight.weights.transports.publisher import Publisher, copied
 from midflight.weights.transports.pull_publisher import PullPublisher
+from midflight.weights.transports.rank_rows import RankRowsPublisher
 from midflight.weights.transports.select import publisher as make_publisher
 
 if TYPE_CHECKING:
@@ -336,9 +337,39 @@ def _team(
     )
 
 
-def _sharing(config: Config, host: str) -> Callable[..., PullPublisher]:
-    """Makes the publisher of a rank's part of the weights."""
-    return partial(PullPublisher, host, dtype=torch_dtype(served_dtype(config)))
+def _shares(config: Config) -> bool:
+    """True if each rank publishes its part of the weights. A difference is made of whole tensors."""
+    if config.weights.delta:
+        return False
+    return config.weights.transport == "pull" or _sends_rows(config)
+
+
+def _sends_rows(config: Config) -> bool:
+    """True if several ranks send their rows from their GPUs. Untested on a GPU."""
+    return config.trainer.ranks > 1 and stays_on_gpus(config)
+
+
+def _sharing(config: Config, host: str) -> Callable[..., Publisher]:
+    """Makes the publisher of a rank's part of the weights, as soon as the ranks have met."""
+    dtype = torch_dtype(served_dtype(config))
+    if not _sends_rows(config):
+        return partial(PullPublisher, host, dtype=dtype)
+
+    def make(*, rank: int, gather: Callable[[bytes], list[bytes]]) -> RankRowsPublisher:
+        device = torch.device(config.trainer.device)
+        if str(device) == "cuda":  # another thread may have chosen another one
+            device = torch.device("cuda", rank % torch.cuda.device_count())
+        return RankRowsPublisher(
+            host,
+            rank=rank,
+            gather=gather,
+            device=device,
+            backend=backend_of(config.trainer.device),
+            dtype=dtype,
+            deadline_seconds=config.weights.stage_seconds / 4,
+        )
+
+    return make
 
 
 def _follower(config: Config, spec: TrainerSpec) -> PolicyTrainer:
@@ -522,7 +553,7 @@ async def _train(
     )
     with ExitStack() as closing:
         publish = team.publish
-        if section.transport != "pull" or section.delta:  # a difference is made of whole tensors
+        if not _shares(config):
             weights = make_publisher(
                 section.transport,
                 name=spec.segment,

@@ -12,10 +12,10 @@ import logging
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 import msgspec
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from midflight.errors import ConfigError, RunFailed
 from midflight.models.sizes import fingerprint
-from midflight.types import Version, WeightManifest
+from midflight.types import Meeting, TensorSpec, Version, WeightManifest
 from midflight.weights.device_digest import digests as device_digests
 from midflight.weights.device_digest import lanes
 from midflight.weights.manifest import MAX_HELD, extent, layout
@@ -35,6 +35,7 @@ from midflight.weights.transports.process_group import (
     BroadcastGroup,
     GroupBroken,
     listen,
+    new_nccl_id,
     serve_store,
 )
 from midflight.weights.transports.publisher import (
@@ -75,12 +76,45 @@ def use_device(device: torch.device) -> None:
         torch.get_device_module(device).set_device(device)
 
 
+class OutgoingVersion(Protocol):
+    """A version to send. Its bytes do not change until its release."""
+
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]: ...
+    @property
+    def device(self) -> torch.device:
+        """Where its buckets lie."""
+        ...
+
+    def parts(self, meets: Meeting, bucket_bytes: int) -> Generator[Tensor]:
+        """The buckets to send, in order, as uint8: slices for our plugin, and whole tensors one
+        after the other for a server's own engine. The caller closes it.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
-class OutgoingVersion:
-    """A version to send: bytes in memory that does not change until its release."""
+class WholeVersion:
+    """Implements `OutgoingVersion`: bytes that lie together."""
 
     data: Tensor
     fingerprint: str
+    tensors: tuple[TensorSpec, ...]
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    def parts(self, meets: Meeting, bucket_bytes: int) -> Generator[Tensor]:
+        if meets == "plugin":
+            for place in rendezvous.buckets(self.data.numel(), bucket_bytes):
+                yield self.data[place]
+            return
+        for pack in rendezvous.packs(self.tensors, bucket_bytes):
+            places = [slice(spec.offset, spec.offset + spec.num_bytes) for spec in pack]
+            yield torch.cat([self.data[place] for place in places])
 
 
 class BroadcastService:
@@ -201,7 +235,7 @@ class BroadcastService:
     def _refusal(self, ask: Ask) -> Refused | None:
         if not same_token(ask.token, self._token):
             return Refused("the secret is wrong: the manifest is another publisher's")
-        return self._unknown(ask) if self._data(ask) is None else None
+        return self._unknown(ask) if self._version(ask) is None else None
 
     def _unknown(self, ask: Ask) -> Refused:
         known = ", ".join(map(str, tuple(self._published))) or "none"
@@ -210,12 +244,12 @@ class BroadcastService:
             f"versions: {known}"
         )
 
-    def _data(self, ask: Ask) -> Tensor | None:
+    def _version(self, ask: Ask) -> OutgoingVersion | None:
         """The published version that hashes to this. Copies the values first: the trainer may
         publish meanwhile.
         """
         return next(
-            (p.data for p in tuple(self._published.values()) if p.fingerprint == ask.fingerprint),
+            (p for p in tuple(self._published.values()) if p.fingerprint == ask.fingerprint),
             None,
         )
 
@@ -252,36 +286,43 @@ class BroadcastService:
 
     async def _round(self, members: list[WaitingReceiver]) -> None:
         """Waits for the broadcast's thread, which has deadlines. Members want the same bytes."""
-        data = self._data(members[0].ask)
-        if data is None:  # released meanwhile
+        version = self._version(members[0].ask)
+        if version is None:  # released meanwhile
             _answer(members, self._unknown(members[0].ask))
             return
         hashed = any(m.ask.workers is not None for m in members)
-        on_device = hashed and data.device != CPU
+        # What has left the device goes back to it bucket by bucket, if only that is taken.
+        has_left = version.device == CPU and members[0].ask.meets == "plugin"
+        on_device = hashed and self._device != CPU and not has_left
         group = self._standing(members, on_device=on_device)
         if group is None:
             group = await self._meet(members, on_device=on_device)
         else:
             _answer(members, KeepGroup())
-        digests = await self._in_thread(self._broadcast, group, data, hashed)
+        digests = await self._in_thread(self._broadcast, group, version, hashed)
         self._keep(members, group)
         # else it was released, and the bytes that were hashed may not be those that were sent
-        if self._data(members[0].ask) is data:
+        if self._version(members[0].ask) is version:
             _answer([m for m in members if m.ask.workers is not None], LastBucketSent(digests))
 
-    def _broadcast(self, group: BroadcastGroup, data: Tensor, hashed: bool) -> tuple[str, ...]:
+    def _broadcast(
+        self, group: BroadcastGroup, version: OutgoingVersion, hashed: bool
+    ) -> tuple[str, ...]:
         """Sends all buckets. Returns the digest of each if it is `hashed`."""
         on_device = group.terms.on_device
         digests: list[str] = []
         found: list[Tensor] = []
         lengths: list[int] = []
         use_device(self._device)
-        with torch.no_grad():
-            for place in rendezvous.buckets(data.numel(), self._bucket_bytes):
+        with (
+            torch.no_grad(),
+            contextlib.closing(version.parts(group.terms.meets, self._bucket_bytes)) as coming,
+        ):
+            for place in coming:
                 if self._closing.is_set():
                     group.close()
                     raise GroupBroken("the publisher is closing")
-                part = data[place] if on_device else data[place].cpu()
+                part = place.to(self._device if on_device else CPU)
                 self.num_bytes_broadcast += len(part)
                 group.broadcast(part)
                 if hashed and on_device:
@@ -323,15 +364,20 @@ class BroadcastService:
     async def _meet(self, members: list[WaitingReceiver], *, on_device: bool) -> BroadcastGroup:
         """Makes a group. Waits until all members have come."""
         store = serve_store(self._host)
+        meets = members[0].ask.meets
+        backend = self._backend if on_device or self._device == CPU else "gloo"
+        by_id = meets == "nccl_id" and backend == "nccl"
         terms = Join(
             group=secrets.token_hex(8),
             rank=0,
             world=1 + sum(m.ask.ranks for m in members),
             port=store.port,
-            backend=self._backend if on_device or self._device == CPU else "gloo",
+            backend=backend,
             bucket_bytes=self._bucket_bytes,
             deadline_seconds=self._deadline_seconds,
             on_device=on_device,
+            meets=meets,
+            nccl_id=new_nccl_id() if by_id else "",
         )
         for i, member in enumerate(members):
             member.answer(
@@ -440,25 +486,28 @@ class BroadcastPublisher(Publisher):
             data = self._on_device.filled(specs, tensors, fill)
             digest = device_fingerprint(specs, data)
             self._newest = version
-            self._held[version] = OutgoingVersion(data, digest)
-            return WeightManifest(version, digest, DIRECT, str(self._address), specs)
+            return self.hold(version, WholeVersion(data, digest, specs))
         buffer = self._buffers.take(version, extent(specs))
         copy_into(buffer, specs, tensors, fill)
         with memoryview(buffer) as view:
             digest = fingerprint(specs, view, threads=self._threads)
         self._buffers.hold(version, buffer)
-        self._held[version] = OutgoingVersion(
-            torch.frombuffer(buffer, dtype=torch.uint8)[: extent(specs)], digest
-        )
-        return WeightManifest(version, digest, DIRECT, str(self._address), specs)
+        data = torch.frombuffer(buffer, dtype=torch.uint8)[: extent(specs)]
+        return self.hold(version, WholeVersion(data, digest, specs))
+
+    def hold(self, version: Version, outgoing: OutgoingVersion) -> WeightManifest:
+        """Publishes a version that is elsewhere. It is sent from there until its release."""
+        self._held[version] = outgoing
+        place = str(self._address)
+        return WeightManifest(version, outgoing.fingerprint, DIRECT, place, outgoing.tensors)
 
     def _make_room(self) -> None:
         """Moves the version that is on the device to host memory, if an engine may still fetch it.
         A broadcast of it that is under way breaks, and is made again from there.
         """
         held = None if self._newest is None else self._held.get(self._newest)
-        if held is not None and self._newest is not None:
-            self._held[self._newest] = OutgoingVersion(held.data.cpu(), held.fingerprint)
+        if isinstance(held, WholeVersion) and self._newest is not None:
+            self._held[self._newest] = replace(held, data=held.data.cpu())
         self._newest = None
 
     def release(self, version: Version) -> None:

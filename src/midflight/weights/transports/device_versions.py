@@ -26,16 +26,19 @@ def device_fingerprint(specs: Iterable[TensorSpec], data: Tensor) -> str:
     """The fingerprint of names, dtypes, shapes and bytes, which are hashed where they lie. `data`
     holds every tensor at its spec's offset. Order and offsets do not count.
     """
-    ordered = sorted(specs, key=lambda spec: spec.name)
+    ordered = list(specs)
     found = [lanes(data[spec.offset : spec.offset + spec.num_bytes]) for spec in ordered]
-    return _total(ordered, digests(found, [spec.num_bytes for spec in ordered]))
+    hashed = digests(found, [spec.num_bytes for spec in ordered])
+    names = [spec.name for spec in ordered]
+    return total_fingerprint(ordered, dict(zip(names, hashed, strict=True)))
 
 
-def _total(specs: Iterable[TensorSpec], found: Iterable[str]) -> str:
+def total_fingerprint(specs: Iterable[TensorSpec], found: Mapping[str, str]) -> str:
+    """The fingerprint of tensors whose digests are known by name."""
     total = hashlib.sha256()
-    for spec, digest in zip(specs, found, strict=True):
+    for spec in sorted(specs, key=lambda spec: spec.name):
         shape = ",".join(map(str, spec.shape))
-        total.update(f"{digest}\0{spec.name}\0{spec.dtype}\0{shape}\0".encode())
+        total.update(f"{found[spec.name]}\0{spec.name}\0{spec.dtype}\0{shape}\0".encode())
     return DEVICE_PREFIX + total.hexdigest()
 
 
@@ -43,14 +46,15 @@ def verify_of_device(manifest: WeightManifest, copies: Mapping[str, memoryview])
     """Raises `WeightsCorrupt` unless the bytes, which are in host memory, are those that were
     published (I7).
     """
-    ordered = sorted(manifest.tensors, key=lambda spec: spec.name)
     found: list[Tensor] = []
-    for spec in ordered:
+    for spec in manifest.tensors:
         part = torch.zeros(0, dtype=torch.uint8)
         if spec.num_bytes:
             part = torch.frombuffer(copies[spec.name], dtype=torch.uint8)
         found.append(lanes(part))
-    total = _total(ordered, digests(found, [spec.num_bytes for spec in ordered]))
+    hashed = digests(found, [spec.num_bytes for spec in manifest.tensors])
+    names = [spec.name for spec in manifest.tensors]
+    total = total_fingerprint(manifest.tensors, dict(zip(names, hashed, strict=True)))
     if total != manifest.fingerprint:
         raise WeightsCorrupt(
             f"fetching version {manifest.version} by {manifest.transport}: its bytes hash to "

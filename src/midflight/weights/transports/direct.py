@@ -14,7 +14,7 @@ import msgspec
 
 from midflight.errors import EngineError, EngineUnavailable, WeightsCorrupt
 from midflight.ports import ServerWorkers
-from midflight.types import TensorSpec, TransferOrder, WeightManifest, WorkerState
+from midflight.types import Meeting, TensorSpec, TransferOrder, WeightManifest, WorkerState
 from midflight.weights.manifest import extent, repacked
 from midflight.weights.transports.rendezvous import (
     MAX_LINE,
@@ -26,6 +26,7 @@ from midflight.weights.transports.rendezvous import (
     LastBucketSent,
     Refused,
     line,
+    packs,
     read_answer,
 )
 
@@ -105,7 +106,14 @@ class DirectRound:
     """
 
     def __init__(
-        self, leg: Leg, *, member: str, group: str | None, workers: int, keeps: bool = False
+        self,
+        leg: Leg,
+        *,
+        member: str,
+        group: str | None,
+        workers: int,
+        keeps: bool = False,
+        meets: Meeting = "plugin",
     ) -> None:
         """`group` is the group that these workers were in last, if it did not break. `member` names
         the server to the publisher. With `keeps` differences from this version are expected.
@@ -113,6 +121,7 @@ class DirectRound:
         self._leg = leg
         self._manifest = leg.sent
         self._keeps = keeps
+        self._meets: Meeting = meets
         self._member = member
         self._group = group
         self._workers = workers
@@ -129,6 +138,7 @@ class DirectRound:
             group=self._group,
             expected=self._manifest.receivers,
             workers=self._workers,
+            meets=self._meets,
         )
 
     def order(self, answer: Answer, known: Join | None, *, host: str) -> TransferOrder:
@@ -165,7 +175,15 @@ class DirectRound:
             keeps=self._keeps,
             serves=leg.serves,
             on_device=terms.on_device,
+            nccl_id=terms.nccl_id,
+            buckets=self._buckets(terms.bucket_bytes),
         )
+
+    def _buckets(self, bucket_bytes: int) -> tuple[tuple[str, ...], ...]:
+        if self._meets == "plugin":
+            return ()
+        cut = packs(self._leg.tensors, bucket_bytes)
+        return tuple(tuple(spec.name for spec in pack) for pack in cut)
 
     def sent(self, answer: Answer | None) -> None:
         """Takes the publisher's word that all is sent. `None` means that the publisher
@@ -240,6 +258,7 @@ class DirectFeed:
                         group=None if known is None else known.group,
                         workers=len(states),
                         keeps=self._keeps,
+                        meets=workers.meets,
                     )
                     known = await self._round(at, leg.sent, workers, known)
                 self._group = known

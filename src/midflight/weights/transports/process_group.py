@@ -4,6 +4,7 @@ asks the publisher for a version, meets it in a group, receives and verifies.
 The group exists beside torch's default group, which engines' workers have for themselves.
 """
 
+import base64
 import secrets
 import socket
 import threading
@@ -15,6 +16,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 import torch
 from torch import Tensor
+from torch.cuda import nccl
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from midflight.errors import EngineUnavailable, WeightsCorrupt
@@ -63,8 +65,10 @@ class BroadcastGroup:
         """
         self.terms = terms
         make = _nccl if terms.backend == "nccl" else _gloo
+        if terms.nccl_id:
+            make = _by_nccl_id
         try:
-            self._group: Any = make(terms, PrefixStore(terms.group, store), interface)
+            self._group: Any = make(terms, _named(terms, store), interface)
         except RuntimeError as error:
             raise GroupBroken(_first_line(error)) from error
         # The store lives as long as the group, whose connections are made through it.
@@ -158,6 +162,65 @@ def _within(seconds: float, make: Callable[[], T]) -> T:
     if not made:
         raise GroupBroken(failed[-1])
     return made[0]
+
+
+def _named(terms: Join, store: TCPStore) -> PrefixStore:
+    """The keys by which members meet. A server's own engine has those of
+    `torch.distributed.new_group`: the group's name twice, and the device's kind.
+    """
+    if terms.meets == "nccl_id":
+        return PrefixStore(terms.meets, store)
+    ours = PrefixStore(terms.group, store)
+    if terms.meets == "plugin":
+        return ours
+    kind = "cuda" if terms.backend == "nccl" else "cpu"
+    return PrefixStore(f"{kind}/", PrefixStore(f"{terms.group}/", ours))
+
+
+def new_nccl_id() -> str:
+    """A new id of NCCL in base64, by which members meet without a store."""
+    made: bytes = cast(Any, nccl).unique_id()
+    return base64.b64encode(made).decode()
+
+
+class NcclById:
+    """A communicator of NCCL alone, whose members know nothing of torch's groups. vLLM's engine
+    meets so. Untested on a GPU.
+    """
+
+    def __init__(self, terms: Join) -> None:
+        """Waits until all members are here."""
+        self._nccl = cast(Any, nccl)
+        made = base64.b64decode(terms.nccl_id)
+        self._comm = self._nccl.init_rank(terms.world, made, terms.rank)
+        # The first thing that vLLM's workers do.
+        self._nccl.all_reduce([torch.zeros(1, device="cuda")], comms=[self._comm])
+        torch.cuda.current_stream().synchronize()
+
+    def broadcast(self, parts: list[Tensor], options: Any) -> "RecordedWork":
+        self._nccl.broadcast(parts, options.rootRank, comms=[self._comm])
+        return RecordedWork(torch.cuda.current_stream().record_event())
+
+    def abort(self) -> None:
+        """Nothing can end it: it is left as it is."""
+
+
+class RecordedWork:
+    """Work of which an event on a stream tells that it is over."""
+
+    def __init__(self, event: Any) -> None:
+        """`event`: of `torch.cuda`."""
+        self._event = event
+
+    def is_completed(self) -> bool:
+        return self._event.query()
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+def _by_nccl_id(terms: Join, store: PrefixStore, interface: str) -> NcclById:
+    return _within(terms.deadline_seconds, lambda: NcclById(terms))
 
 
 def _gloo(terms: Join, store: PrefixStore, interface: str) -> Any:

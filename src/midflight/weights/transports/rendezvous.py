@@ -7,14 +7,14 @@ for one broadcast. It needs no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
 
 import msgspec
 
-from midflight.types import Version
+from midflight.types import Meeting, TensorSpec, Version
 
 MAX_LINE = 2**16
 """The limit of a message with its newline, in bytes. No participant sends a longer one."""
@@ -44,6 +44,9 @@ class Ask(msgspec.Struct, frozen=True):
     companion is not one of them.
     """
 
+    meets: Meeting = "plugin"
+    """How the ranks come to a group. Servers' own engines get buckets of whole tensors."""
+
     @property
     def ranks(self) -> int:
         return self.workers or 1
@@ -64,6 +67,9 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     """The time for making the group, and for each bucket."""
     on_device: bool = False
     """True if the bytes lie on a device at both ends, and are hashed there."""
+    meets: Meeting = "plugin"
+    nccl_id: str = ""
+    """NCCL's unique id of the group in base64, if the members meet by that."""
 
 
 class KeepGroup(msgspec.Struct, frozen=True, tag=True):
@@ -139,6 +145,25 @@ def buckets(num_bytes: int, bucket_bytes: int) -> Iterator[slice]:
         yield slice(start, min(start + bucket_bytes, num_bytes))
 
 
+def packs(specs: Iterable[TensorSpec], bucket_bytes: int) -> Iterator[tuple[TensorSpec, ...]]:
+    """Buckets of whole tensors, in their order. A bucket ends with the tensor that makes it larger
+    than `bucket_bytes`, as vLLM's engine cuts them. Tensors without a byte are in none.
+    """
+    pack: list[TensorSpec] = []
+    num_bytes = 0
+    for spec in specs:
+        if not spec.num_bytes:
+            continue
+        pack.append(spec)
+        num_bytes += spec.num_bytes
+        if num_bytes > bucket_bytes:
+            yield tuple(pack)
+            pack = []
+            num_bytes = 0
+    if pack:
+        yield tuple(pack)
+
+
 MAX_WAITING = 256
 """The limit of receivers that wait at once. It is more than the engines that one trainer feeds."""
 
@@ -207,6 +232,6 @@ class Gathering:
         return [member for member in self._waiting if self._are_alike(first, member.ask)]
 
     def _are_alike(self, one: Ask, other: Ask) -> bool:
-        if one.fingerprint != other.fingerprint:
+        if one.fingerprint != other.fingerprint or one.meets != other.meets:
             return False
         return not self._apart or (one.workers is None) == (other.workers is None)

@@ -195,6 +195,97 @@ class OnDevice:
         return self._hasher.digests(self._found, self._lengths)
 
 
+def hashes(device):
+    return OnHost() if device.type == "cpu" else OnDevice()
+
+
+def bytes_of(tensors):
+    """The bytes of tensors, one after the other, on their device."""
+    flat = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
+class OwnUpdate:
+    """What our plugin adds to an update by the server's own transfer engine: the digests of what
+    has arrived, and the weights that were served before, so that it can be taken back.
+    """
+
+    def __init__(self, model):
+        self._model = model
+        self._device = device_of(model)
+        self._arrived = hashes(self._device)
+        self._copies = {}
+        self._is_beside = True
+        self._places = []
+        self.kept = None
+        """The label of the weights that can be served again."""
+        self.can_keep = keeps_nothing_else(model)
+        """True if a layer's weights lie in its parameters and buffers alone."""
+
+    @torch.no_grad()
+    def begin(self, label):
+        """Keeps the weights that are served: on their device if it has room, and otherwise in
+        pinned host memory. The memory is used again the next time. What is kept under this label
+        stays: an update has broken off since, and the weights may be half of it.
+        """
+        self._arrived = hashes(self._device)
+        if label == self.kept:
+            return
+        self.kept = None
+        self._places = []
+        tensors = {}
+        for module in self._model.modules():
+            own = {name: dict(getattr(module, name)) for name in ("_parameters", "_buffers")}
+            own["_non_persistent_buffers_set"] = set(module._non_persistent_buffers_set)
+            self._places.append((module, own))
+            for name in ("_parameters", "_buffers"):
+                tensors.update({id(one): one for one in own[name].values() if one is not None})
+        before = self._copies
+        if not before:
+            self._is_beside = has_room_beside(self._model)
+        self._copies = {}
+        for key, one in tensors.items():
+            known = before.get(key)
+            if known is None or known[0] is not one:
+                known = (one, room_like(one.data, on_device=self._is_beside))
+            known[1].copy_(one.data)
+            self._copies[key] = known
+        self.kept = label
+
+    def arrive(self, tensors):
+        """Takes note of a bucket: (name, tensor) of each whole tensor, in the order of its bytes."""
+        self._arrived.add(bytes_of([tensor for _, tensor in tensors]))
+
+    @torch.no_grad()
+    def take_back(self, label, served):
+        """Puts the weights that were kept where they were, also after an update that broke off.
+        `served` is the label that the server gives to its weights. If it is the same and nothing is
+        kept under it, no update has begun since, and there is nothing to do.
+        """
+        if self.kept != label:
+            if served == label:
+                return
+            raise ValueError(f"the weights {label!r} are not kept; kept are {self.kept!r}")
+        for module, own in self._places:
+            for name, value in own.items():
+                vars(module)[name] = value.copy()
+        for one, copy in self._copies.values():
+            one.data.copy_(copy)
+
+    def forget(self):
+        """Says that weights came in another way: what is kept is not what they replaced."""
+        self.kept = None
+
+    def state(self):
+        return {"arrived": self._arrived.digests(), "keeps": self.can_keep}
+
+
+def room_like(tensor, *, on_device):
+    if on_device:
+        return torch.empty_like(tensor)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=CPU, pin_memory=True)
+
+
 class IncomingVersion:
     """A version on its way. Only its own thread writes to it until `done`."""
 
@@ -206,6 +297,17 @@ class IncomingVersion:
         self.error = ""
         self.ready = None
         self.done = False
+
+
+NOTHING_ORDERED = {
+    "version": None,
+    "done": True,
+    "digests": [],
+    "error": "nothing was ordered",
+    "live": None,
+    "held": None,
+}
+"""The state of a worker that received nothing by our plugin."""
 
 
 class DoubleBuffer:
@@ -254,14 +356,7 @@ class DoubleBuffer:
         else:
             held = kept[0]
         if coming is None:
-            return {
-                "version": None,
-                "done": True,
-                "digests": [],
-                "error": "nothing was ordered",
-                "live": self._live,
-                "held": held,
-            }
+            return {**NOTHING_ORDERED, "live": self._live, "held": held}
         return {
             "version": coming.order["version"],
             "done": coming.done,
@@ -282,6 +377,11 @@ class DoubleBuffer:
 
     def forget_live(self):
         """Says that the model serves weights by now that came in another way."""
+        self._live = None
+
+    def forget(self):
+        """Says the same, and lets go of the version that came."""
+        self._coming = None
         self._live = None
 
     def take(self, version):
@@ -411,13 +511,18 @@ def can_stand_beside(model):
     layers pack their weights and keep them in places of their own, nor if the device has no room for
     them twice.
     """
+    return keeps_nothing_else(model) and has_room_beside(model)
+
+
+def keeps_nothing_else(model):
+    """True if layers keep their weights in the attributes that `exchange` exchanges."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if method is not None and type(method).__name__ not in PLAIN:
             return False
         if getattr(module, "use_intel_amx_backend", False):
             return False
-    return has_room_beside(model)
+    return True
 
 
 def has_room_beside(model):

@@ -11,15 +11,21 @@ The plugin also takes weights that come straight from the trainer. `/init_weight
 a group of our name begins to receive while SGLang generates, `/server_info` lists the versions that
 each worker holds, and `/update_weights_from_distributed` swaps it in between two steps, in a pause
 or not.
+
+Where SGLang's own engine brings a version, in groups of any other name, the plugin adds what SGLang
+lacks: `/begin_weight_update` keeps the weights that are served, `/server_info` lists the digests of
+what has arrived, and an update in a group of our name takes the kept weights back.
 """
 
 import json
 
+import midflight_needs  # noqa: F401 (it checks what SGLang must have, before that is imported)
 import torch
 from llguidance.torch import fill_next_token_bitmask
 from midflight_direct import (
     DoubleBuffer,
     LoadedInPlace,
+    OwnUpdate,
     beside,
     can_stand_beside,
     device_of,
@@ -147,8 +153,12 @@ def _draw(draw, logprobs, seed, positions):
 
 GROUP = "midflight:"
 """The beginning of the name of a group that is ours. An order follows it, as JSON."""
+OWN = "midflight:own"
+"""The name by which an update of SGLang's own is taken back."""
 _buffers = []
 """One `DoubleBuffer`, from its first use on: a process has one manager of weights."""
+_updates = []
+"""One `OwnUpdate`, in the same way."""
 
 
 def _buffer(manager):
@@ -162,6 +172,36 @@ def _buffer(manager):
         )
         _buffers.append(buffer)
     return _buffers[0]
+
+
+def _update(manager):
+    if not _updates:
+        _updates.append(OwnUpdate(manager.tp_worker.model_runner.model))
+    return _updates[0]
+
+
+def _begin_own(original, manager, asked):
+    """Keeps what is served before SGLang opens its model for other weights."""
+    from sglang.srt.runtime_context import get_serving
+
+    if _update(manager).can_keep:
+        _buffer(manager).forget()
+        _update(manager).begin(get_serving().weight_version)
+    return original(manager, asked)
+
+
+def _arrived(weights, updater, **asked):
+    """Hashes a bucket. An update without a tensor only labels the weights."""
+    for update in _updates:
+        if weights:
+            update.arrive(weights)
+    return weights
+
+
+def _loaded(said, manager, asked):
+    """Weights came from a folder."""
+    _update(manager).forget()
+    return said
 
 
 def _prepared(model, tensors):
@@ -219,16 +259,37 @@ def _take(original, manager, asked):
         return original(manager, asked)
     from sglang.srt.managers import io_struct
 
-    buffer = _buffer(manager)
-    version = int(asked.weight_version)
-    if not all(_each(manager, buffer.holds(version))):
+    if asked.group_name == OWN:
+        taken = _taken_back(manager, asked.weight_version)
+    else:
+        taken = _swapped_in(manager, int(asked.weight_version))
+    if not taken:
         return io_struct.UpdateWeightsFromDistributedReqOutput(
-            success=False, message=f"version {version} is not with every worker"
+            success=False, message=f"version {asked.weight_version} is not with every worker"
         )
-    buffer.take(version)
     manager.record_weight_version_after_update(asked.weight_version)
     success, message = manager.flush_cache_after_weight_update(asked, True, "swapped")
     return io_struct.UpdateWeightsFromDistributedReqOutput(success=success, message=message)
+
+
+def _swapped_in(manager, version):
+    buffer = _buffer(manager)
+    if not all(_each(manager, buffer.holds(version))):
+        return False
+    _update(manager).forget()
+    buffer.take(version)
+    return True
+
+
+def _taken_back(manager, label):
+    from sglang.srt.runtime_context import get_serving
+
+    update = _update(manager)
+    served = get_serving().weight_version
+    if not all(_each(manager, label in (update.kept, served))):
+        return False
+    update.take_back(label, served)
+    return True
 
 
 def _changed(original, scheduler, new_version):
@@ -274,7 +335,8 @@ async def _at_once(original, controller, asked, request=None):
 
 def _told(said, controller, asked):
     manager = controller.scheduler.weight_updater
-    said.internal_state["midflight"] = _each(manager, _buffer(manager).state())
+    state = {**_buffer(manager).state(), **_update(manager).state()}
+    said.internal_state["midflight"] = _each(manager, state)
     return said
 
 
@@ -319,10 +381,22 @@ def register():
     for name, hook in {
         "init_weights_update_group": _begin,
         "update_weights_from_distributed": _take,
+        "begin_weight_update": _begin_own,
     }.items():
         HookRegistry.register(
             f"{parts}.weight_updater.SchedulerWeightUpdaterManager.{name}", hook, HookType.AROUND
         )
+    HookRegistry.register(
+        f"{parts}.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_disk",
+        _loaded,
+        HookType.AFTER,
+    )
+    HookRegistry.register(
+        "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+        ".receive_weights_from_distributed",
+        _arrived,
+        HookType.AFTER,
+    )
     HookRegistry.register(
         f"{parts}.internal_state.SchedulerInternalStateController.get_internal_state",
         _told,

@@ -8,6 +8,7 @@ stays: vLLM decides when masks are made, moved and applied.
 
 from functools import wraps
 
+import midflight_needs  # noqa: F401 (it checks what vLLM must have, before that is imported)
 from llguidance.torch import fill_next_token_bitmask
 from midflight_shape import Shapes
 from vllm.v1.structured_output import StructuredOutputManager

@@ -7,6 +7,9 @@ between two steps, in a pause, by `POST /collective_rpc`.
 If vLLM was started with `--weight-transfer-config '{"backend": "midflight"}'`, it also takes
 weights that come straight from the trainer, by vLLM's own routes. `/init_weight_transfer_engine`
 begins to receive while vLLM generates, and `/update_weights` in a pause only swaps.
+
+If it was started with another backend, vLLM's own engine receives, and the loader adds what that
+lacks: it keeps the weights that are served, and says the digests of what has arrived.
 """
 
 import sys
@@ -16,10 +19,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import midflight_needs  # noqa: F401 (it checks what vLLM must have, before that is imported)
 import torch
 from midflight_direct import (
+    NOTHING_ORDERED,
     DoubleBuffer,
     LoadedInPlace,
+    OwnUpdate,
     beside,
     can_stand_beside,
     device_of,
@@ -29,10 +35,17 @@ from midflight_direct import (
 from midflight_seed import mixed
 from safetensors import safe_open
 from torch import Tensor, nn
-from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader.reload import layerwise as reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.layerwise import (
+    LAYERWISE_INFO,
+    _get_original_loader,
+    get_layerwise_info,
+)
 from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
@@ -86,16 +99,50 @@ class Loader:
             files = [opened.enter_context(safe_open(path, "pt")) for path in paths]
             if isinstance(self.weight_transfer_engine, DirectTransfer):
                 self.weight_transfer_engine.forget_live()
+            elif hasattr(self, "midflight_own_update"):
+                self.midflight_own_update.forget()
             tensors = _tensors(files, names)
             _reload(self.model_runner.get_model(), self.model_runner.model_config, tensors)
         return len(names)
 
     def midflight_landed(self) -> dict[str, object] | None:
         """The state of the weights that came straight from the trainer to this worker. `None` if
-        vLLM was started without our backend.
+        vLLM was started without an engine for them.
         """
         engine = self.weight_transfer_engine
-        return engine.double_buffer.state() if isinstance(engine, DirectTransfer) else None
+        if engine is None:
+            return None
+        if isinstance(engine, DirectTransfer):
+            return engine.double_buffer.state()
+        return {**NOTHING_ORDERED, **self._midflight_update().state()}
+
+    def midflight_keep(self, label: str) -> None:
+        """Keeps the weights that are served, before vLLM's own engine brings others."""
+        self._midflight_update().begin(label)
+
+    def midflight_take_back(self, label: str, served: str) -> None:
+        """Serves the weights that were kept, also after an update that broke off. `served` is the
+        label that vLLM gives to its weights.
+        """
+        self._midflight_update().take_back(label, served)
+        for module in self.model_runner.get_model().modules():
+            get_layerwise_info(module).reset()
+
+    def _midflight_update(self) -> OwnUpdate:
+        """What is kept of vLLM's own updates. The model's way of loading notes what comes."""
+        model = self.model_runner.get_model()
+        if not hasattr(self, "midflight_own_update"):
+            self.midflight_own_update = OwnUpdate(model)
+            load = model.load_weights
+            model.load_weights = partial(_load_and_note, load, self.midflight_own_update)
+        return self.midflight_own_update
+
+
+def _load_and_note(load, update: OwnUpdate, weights: Iterable[tuple[str, Tensor]]):
+    """Loads a bucket and hashes it. Weights that come one by one, from a folder, are not hashed."""
+    if isinstance(weights, list):
+        update.arrive(weights)
+    return load(weights)
 
 
 NEWER_RUNNERS = ("vllm.v1.worker.gpu.model_runner", "vllm.v1.worker.cpu.model_runner")
@@ -110,9 +157,9 @@ def _reload(model: nn.Module, model_config: object, tensors: Iterable[tuple[str,
         _forget_packed_experts(model)
     # The context makes every operation slower, so it is entered only if it changes something.
     with nullcontext() if device.type == "cpu" else torch.device(device):
-        reload.initialize_layerwise_reload(model)
+        initialize_layerwise_reload(model)
         model.load_weights(tensors)
-        reload.finalize_layerwise_reload(model, model_config)
+        finalize_layerwise_reload(model, model_config)
     _repack_heads(model)
 
 
@@ -180,8 +227,8 @@ class DirectTransfer(WeightTransferEngine):
             return in_host_memory(tensors)
         ready = beside(self.model)
         for served, other in zip(self.model.modules(), ready.modules(), strict=True):
-            known = reload.get_layerwise_info(served)
-            new = reload.get_layerwise_info(other)
+            known = get_layerwise_info(served)
+            new = get_layerwise_info(other)
             new.restore_device = known.restore_device
             metadata = []
             for kind in known.restore_metadata:
@@ -191,7 +238,7 @@ class DirectTransfer(WeightTransferEngine):
             _reload(ready, self.model_config, tensors)
         finally:
             for other in ready.modules():  # vLLM's notes of a layer hold the layer
-                reload.LAYERWISE_INFO.pop(other).restore_metadata = ({}, {})
+                LAYERWISE_INFO.pop(other).restore_metadata = ({}, {})
         return ready
 
     def _swapped(self, ready):
@@ -210,7 +257,7 @@ def _unloaded(tensor: Tensor, served: nn.Module) -> Tensor:
     of `served` has a loader that loads tensors of `served` only, and drops all others silently.
     """
     form = restore_layer_refs(to_meta_tensor(tensor), served)
-    form.weight_loader = reload._get_original_loader(form)
+    form.weight_loader = _get_original_loader(form)
     return form
 
 

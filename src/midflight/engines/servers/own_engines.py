@@ -1,0 +1,229 @@
+"""Weights that a server's own transfer engine receives, in a pause, by the server's public routes:
+vLLM's NCCL engine, and SGLang's update by a process group. Untested on a GPU.
+
+They load in place, bucket by bucket, and each worker takes its share. Our plugin adds what they lack:
+it keeps the weights that were served, and says the digest of each bucket that has arrived.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Protocol
+
+from midflight.engines.servers.plugin_workers import SglangWorkers, VllmWorkers
+from midflight.engines.servers.server import ServerClient, part
+from midflight.errors import EngineError
+from midflight.models.sizes import DTYPE_NAMES
+from midflight.ports import ServerWorkers
+from midflight.types import Meeting, TransferOrder, Version, WorkerState
+
+TORCH_NAMES = {name: torch for torch, name in DTYPE_NAMES.items()}
+"""The names that servers use, by safetensors' own. They take no others from us."""
+
+
+class OwnEngine(ServerWorkers, Protocol):
+    """One update at a time: `receive`, then `states`, then `serve`. `abandon` ends one that failed;
+    then `take` of the version before takes its weights back.
+    """
+
+    async def serve(self, version: Version, *, recompute: bool) -> None:
+        """Ends an update whose buckets have all arrived as they were sent."""
+        ...
+
+    async def abandon(self) -> None:
+        """Ends an update that failed. Raises nothing that the server says."""
+        ...
+
+    async def take(self, version: Version, *, recompute: bool) -> None:
+        """Takes back the weights of that version, which were served before the last update."""
+        ...
+
+
+def _arrived(states: Sequence[WorkerState], order: TransferOrder) -> Sequence[WorkerState]:
+    """The states, in the words of an order. The server has said that it has done what it was
+    told.
+    """
+    return [
+        replace(state, version=order.version, done=True, digests=state.arrived, error="")
+        for state in states
+    ]
+
+
+class SglangOwnEngine:
+    """SGLang's update by a process group, which its workers join as `torch.distributed` makes one."""
+
+    meets: Meeting = "torch"
+
+    def __init__(self, client: ServerClient) -> None:
+        self._client = client
+        self._plugin = SglangWorkers(client)
+        self._group = ""
+        self._order: TransferOrder | None = None
+        """The update that is under way."""
+
+    async def states(self) -> Sequence[WorkerState]:
+        states = await self._plugin.states()
+        return states if self._order is None else _arrived(states, self._order)
+
+    async def receive(self, order: TransferOrder) -> None:
+        """Returns when the server has loaded the last bucket."""
+        if not order.again:
+            await self._join(order)
+        await self._open()
+        self._order = order
+        specs = {name: (dtype, shape) for name, dtype, shape, *_ in order.tensors}
+        for names in order.buckets:
+            await self._update(
+                names=names,
+                dtypes=[TORCH_NAMES[specs[name][0]] for name in names],
+                shapes=[specs[name][1] for name in names],
+                load_format="flattened_bucket",
+                flush_cache=False,
+            )
+
+    async def serve(self, version: Version, *, recompute: bool) -> None:
+        """See `OwnEngine`. SGLang labels weights in an update, which may be empty."""
+        await self._update(
+            names=[], dtypes=[], shapes=[], weight_version=str(version), flush_cache=recompute
+        )
+        self._order = None
+        await self._client.post("/end_weight_update", {})
+
+    async def abandon(self) -> None:
+        self._order = None
+        with suppress(EngineError):
+            await self._client.post("/end_weight_update", {})
+
+    async def take(self, version: Version, *, recompute: bool) -> None:
+        """Takes back the weights that the plugin has kept."""
+        await self._client.post(
+            "/update_weights_from_distributed",
+            {
+                "names": [],
+                "dtypes": [],
+                "shapes": [],
+                "group_name": "midflight:own",
+                "weight_version": str(version),
+                "flush_cache": recompute,
+            },
+        )
+
+    async def _join(self, order: TransferOrder) -> None:
+        left = self._group
+        self._group = ""
+        if left:
+            with suppress(EngineError):
+                await self._client.post("/destroy_weights_update_group", {"group_name": left})
+        body = {
+            "master_address": order.host,
+            "master_port": order.port,
+            "rank_offset": order.rank,
+            "world_size": order.world,
+            "group_name": order.group,
+            "backend": order.backend,
+        }
+        await self._client.post("/init_weights_update_group", body)
+        self._group = order.group
+
+    async def _open(self) -> None:
+        """Begins an update. One that broke off is ended first."""
+        try:
+            await self._client.post("/begin_weight_update", {})
+        except EngineError:
+            await self._client.post("/end_weight_update", {})
+            await self._client.post("/begin_weight_update", {})
+
+    async def _update(self, **body: object) -> None:
+        await self._client.post(
+            "/update_weights_from_distributed", {"group_name": self._group, **body}
+        )
+
+
+class VllmOwnEngine:
+    """vLLM's NCCL engine, whose workers join by NCCL's unique id."""
+
+    meets: Meeting = "nccl_id"
+
+    def __init__(self, client: ServerClient) -> None:
+        self._client = client
+        self._plugin = VllmWorkers(client)
+        self._joined = False
+        self._unfinished = False
+        """True if all buckets of an update are loaded, and vLLM has not been told so."""
+        self._order: TransferOrder | None = None
+        """The update that is under way."""
+
+    async def states(self) -> Sequence[WorkerState]:
+        states = await self._plugin.states()
+        return states if self._order is None else _arrived(states, self._order)
+
+    async def receive(self, order: TransferOrder) -> None:
+        """Returns when the server has loaded the last bucket. It cuts the buckets by itself."""
+        await self._finish()  # what it has loaded is loaded again
+        if not order.again:
+            await self._join(order)
+        await self._call("midflight_keep", await self._label())
+        self._order = order
+        await self._client.post("/start_weight_update")
+        specs = {name: (dtype, shape) for name, dtype, shape, *_ in order.tensors}
+        names = [name for bucket in order.buckets for name in bucket]
+        info = {
+            "names": names,
+            "dtype_names": [TORCH_NAMES[specs[name][0]] for name in names],
+            "shapes": [specs[name][1] for name in names],
+        }
+        await self._client.post("/update_weights", {"update_info": info})
+        self._unfinished = True  # an update that fails is over for vLLM
+
+    async def serve(self, version: Version, *, recompute: bool) -> None:
+        """See `OwnEngine`. The pause has cleared caches, where they had to be."""
+        self._unfinished = False
+        await self._client.post("/finish_weight_update", {"weight_version": str(version)})
+        self._order = None
+
+    async def abandon(self) -> None:
+        self._order = None
+        with suppress(EngineError):
+            await self._finish()
+
+    async def take(self, version: Version, *, recompute: bool) -> None:
+        """Takes back the weights that the plugin has kept."""
+        await self._call("midflight_take_back", str(version), await self._label())
+        await self._client.post("/update_weight_version", {"new_version": str(version)})
+
+    async def _finish(self) -> None:
+        if self._unfinished:
+            self._unfinished = False
+            await self._client.post("/finish_weight_update", {})
+
+    async def _join(self, order: TransferOrder) -> None:
+        if self._joined:
+            self._joined = False
+            with suppress(EngineError):
+                await self._client.post("/shutdown_weight_transfer_engine")
+        # The second is of a group that is not of NCCL, which vLLM itself cannot make.
+        place = {"nccl_unique_id_b64": order.nccl_id}
+        if not order.nccl_id:
+            place = {"master_address": order.host, "master_port": order.port}
+        info = {
+            **place,
+            "rank_offset": order.rank,
+            "world_size": order.world,
+            "packed": True,
+            "packed_buffer_size_bytes": order.bucket_bytes,
+            "packed_num_buffers": 2,
+        }
+        await self._client.post("/init_weight_transfer_engine", {"init_info": info})
+        self._joined = True
+
+    async def _label(self) -> str:
+        return str(part(await self._client.get("/weight_info"), "weight_version", of="vLLM"))
+
+    async def _call(self, method: str, *args: str) -> None:
+        await self._client.post("/collective_rpc", {"method": method, "args": args})
+
+
+OWN_ENGINES: Mapping[str, Callable[[ServerClient], OwnEngine]] = {
+    "vllm": VllmOwnEngine,
+    "sglang": SglangOwnEngine,
+}

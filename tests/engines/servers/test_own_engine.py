@@ -1,0 +1,140 @@
+"""The companion where a server's own transfer engine receives versions: a stub of vLLM's routes on the other side, and real broadcasts between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.engines.servers.fakes import attached
+from tests.engines.servers.own_vllm import StubVllm
+from tests.models.tiny import tiny_model
+from torch import Tensor
+
+from midflight.engines.servers.direct import DirectLoader
+from midflight.engines.servers.engine import ServerEngine
+from midflight.errors import EngineError
+from midflight.models.names import named_tensors
+from midflight.weights.transports.broadcast import BroadcastPublisher
+from midflight.weights.transports.direct import DirectFeed
+from midflight.weights.transports.process_group import BroadcastGroup
+
+ROUND = ["start_weight_update", "update_weights", "finish_weight_update"]
+Test = Callable[[StubVllm, ServerEngine, BroadcastPublisher], Awaitable[None]]
+
+
+def weights(version: int) -> Mapping[str, Tensor]:
+    return {name: tensor * (1 + version) for name, tensor in named_tensors(tiny_model()).items()}
+
+
+def on(tmp_path: Path, test: Test, *, workers: int = 2, bucket_bytes: int = 5000) -> None:
+    async def main() -> None:
+        stub = StubVllm(weights(0), workers=workers)
+        way = DirectLoader("vllm", DirectFeed(), by_own_engine=True)
+        with BroadcastPublisher(bucket_bytes=bucket_bytes, quiet_seconds=0.02) as sender:
+            async with asyncio.timeout(60), attached(stub, tmp_path, direct=way) as (engine, _):
+                stub.orders.clear()
+                stub.calls.clear()
+                await test(stub, engine, sender)
+        assert not list((tmp_path / "staging").glob("*/model.safetensors"))
+
+    asyncio.run(main())
+
+
+async def update(engine: ServerEngine, sender: BroadcastPublisher, version: int) -> None:
+    manifest = sender.publish(version, weights(version))
+    await engine.stage(manifest)
+    attestation = await engine.commit(version)
+    assert (attestation.version, attestation.fingerprint) == (version, manifest.fingerprint)
+    sender.release(version)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("bucket_bytes", [100, 5000, 10**8])
+def test_i7_versions_come_by_vllms_own_routes_in_a_pause_each_worker_takes_its_share(
+    tmp_path: Path, workers: int, bucket_bytes: int
+) -> None:
+    async def test(stub: StubVllm, engine: ServerEngine, sender: BroadcastPublisher) -> None:
+        await engine.stage(sender.publish(1, weights(1)))
+        assert not stub.orders and stub.holds(weights(0))  # nothing moves before the pause
+        await engine.commit(1)
+        assert stub.orders == ["init_weight_transfer_engine", *ROUND] and stub.holds(weights(1)) and stub.label == "1"
+        routes = [path for path, _ in stub.calls]
+        assert routes.index("/pause") < routes.index("/update_weights") < routes.index("/resume")
+        await update(engine, sender, 2)
+        assert stub.orders[4:] == ROUND and stub.holds(weights(2)) and sender.service.num_groups == 1
+
+    on(tmp_path, test, workers=workers, bucket_bytes=bucket_bytes)
+
+
+def test_i7_a_bucket_that_did_not_arrive_as_it_was_sent_is_found_and_the_version_before_is_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(stub: StubVllm, engine: ServerEngine, sender: BroadcastPublisher) -> None:
+        await update(engine, sender, 1)
+        await engine.stage(sender.publish(2, weights(2)))
+        sent = BroadcastGroup.broadcast
+        with monkeypatch.context() as changed:
+            changed.setattr(BroadcastGroup, "broadcast", lambda group, part: sent(group, part.clone().bitwise_xor_(1)))
+            with pytest.raises(EngineError, match=r"bucket 0 of worker 0 is not what was sent.*It serves version 1 again"):
+                await engine.commit(2)
+        assert stub.holds(weights(1)) and stub.label == "1" and not (await engine.health()).paused
+        await engine.commit(2)
+        assert stub.holds(weights(2)) and stub.label == "2"
+
+    on(tmp_path, test)
+
+
+@pytest.mark.parametrize("bucket", [0, 1])
+def test_i7_a_worker_that_cannot_load_a_bucket_gets_back_what_it_served_though_its_model_is_open(tmp_path: Path, bucket: int) -> None:
+    async def test(stub: StubVllm, engine: ServerEngine, sender: BroadcastPublisher) -> None:
+        await update(engine, sender, 1)
+        places = [parameter.data_ptr() for worker in stub.workers for parameter in worker.model.parameters()]
+        stub.workers[1].fails_at = bucket
+        await engine.stage(sender.publish(2, weights(2)))
+        with pytest.raises(EngineError, match="It serves version 1 again"):
+            await engine.commit(2)
+        assert stub.holds(weights(1)) and stub.label == "1"
+        stub.workers[1].fails_at = None
+        await engine.commit(2)
+        assert stub.holds(weights(2))
+        assert [parameter.data_ptr() for worker in stub.workers for parameter in worker.model.parameters()] == places
+
+    on(tmp_path, test)
+
+
+def test_i7_a_version_that_is_gone_before_an_update_has_begun_leaves_what_is_served(tmp_path: Path) -> None:
+    async def test(stub: StubVllm, engine: ServerEngine, sender: BroadcastPublisher) -> None:
+        for version in (1, 2):
+            await update(engine, sender, version)
+        await engine.stage(sender.publish(3, weights(3)))
+        sender.release(3)
+        stub.orders.clear()
+        with pytest.raises(EngineError, match=r"not published or were released.*It serves version 2 again"):
+            await engine.commit(3)
+        assert not stub.orders and stub.holds(weights(2)) and stub.label == "2"
+        assert not (await engine.health()).paused
+        await update(engine, sender, 4)
+        assert stub.holds(weights(4))
+
+    on(tmp_path, test)
+
+
+def test_a_version_that_no_servers_own_engine_takes_is_written_as_a_folder_and_the_log_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        stub = StubVllm(weights(0), workers=1)
+        stub.workers[0].update.can_keep = False
+        way = DirectLoader("vllm", DirectFeed(), by_own_engine=True)
+        with BroadcastPublisher(quiet_seconds=0.02) as sender:
+            async with asyncio.timeout(60), attached(stub, tmp_path, direct=way) as (engine, receiver):
+                await engine.stage(replace(receiver.publish(1, tiny_model()), transport="direct"))
+                await engine.commit(1)
+                assert "/update_weights" not in [path for path, _ in stub.calls]
+            assert sender.service.num_groups == 0
+
+    asyncio.run(main())
+    assert "keeps weights where our plugin cannot put old ones back" in caplog.text

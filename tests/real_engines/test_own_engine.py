@@ -1,0 +1,118 @@
+"""SGLang's own update by a process group, by its public routes on a CPU: what is served, and what is taken back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.engines.contract_weights import check_labels
+from tests.engines.models import ask
+from tests.engines.reading import labels, until_tokens
+from tests.engines.sites import ModelSite
+from tests.real_engines.conftest import started
+from tests.real_engines.direct import PROMPT, Breaking, serves, update
+from tests.real_engines.process import ServerProcess
+from tests.real_engines.sites import attached, tied
+
+from midflight.engines.servers.direct import DirectLoader
+from midflight.errors import EngineError
+from midflight.models.names import named_tensors
+from midflight.types import PauseMode
+from midflight.weights.transports.broadcast import BroadcastPublisher
+from midflight.weights.transports.direct import DirectFeed
+from midflight.weights.transports.process_group import BroadcastGroup
+
+Test = Callable[[ModelSite, BroadcastPublisher], Awaitable[None]]
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two processes"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    yield from started("sglang", tmp_path_factory.mktemp("sglang"), tensor_parallel=request.param)
+
+
+def on(server: ServerProcess, test: Test) -> None:
+    async def main() -> None:
+        with BroadcastPublisher(bucket_bytes=50_000) as sender:
+            way = DirectLoader(server.kind, DirectFeed(), by_own_engine=True)
+            async with asyncio.timeout(100), attached(server, direct=way) as site:
+                await test(site, sender)
+                assert not list(Path(site.engine._area._place).glob("*/*.safetensors"))
+
+    asyncio.run(main())
+
+
+def checksums(server: ServerProcess) -> object:
+    """Of all tensors that it serves, as it says itself."""
+    body = json.dumps({"action": "checksum"}).encode()
+    asked = urllib.request.Request(f"{server.url}/weights_checker", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(asked, timeout=20) as answer:
+        return json.load(answer)["ranks"]
+
+
+def test_i6_versions_come_by_its_own_routes_in_a_pause_and_every_token_is_of_the_version_that_it_claims(server: ServerProcess) -> None:
+    async def test(site: ModelSite, sender: BroadcastPublisher) -> None:
+        assert site.engine.capabilities.commit_mode is PauseMode.RECOMPUTE
+        chunks = site.engine.generate(ask(PROMPT, max_tokens=100, temperature=0.0))
+        got = await until_tokens(chunks, 3)
+        await update(site, sender, 1)
+        got += [c async for c in chunks]
+        check_labels(got)
+        assert {version for version, _ in labels(got)} == {0, 1}
+        assert await serves(site, 1)
+        await update(site, sender, 2)
+        assert await serves(site, 2)
+        assert sender.service.num_groups == 1
+
+    on(server, test)
+
+
+def test_i7_a_version_that_did_not_arrive_as_it_was_sent_is_taken_back_to_the_one_before(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(site: ModelSite, sender: BroadcastPublisher) -> None:
+        await update(site, sender, 1)
+        before = checksums(server)
+        await site.engine.stage(sender.publish(2, named_tensors(tied(2))))
+        sent = BroadcastGroup.broadcast
+        with monkeypatch.context() as changed:
+            # a bit is lost on the way, after the trainer has hashed the version
+            changed.setattr(BroadcastGroup, "broadcast", lambda group, part: sent(group, part.clone().bitwise_xor_(1)))
+            with pytest.raises(EngineError, match=r"bucket 0 of worker 0 is not what was sent.*It serves version 1 again"):
+                await site.engine.commit(2)
+        assert checksums(server) == before and await serves(site, 1)
+        await site.engine.commit(2)
+        assert checksums(server) != before and await serves(site, 2)
+
+    on(server, test)
+
+
+def test_i7_a_trainer_that_is_cut_off_in_mid_update_leaves_the_version_before(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(site: ModelSite, sender: BroadcastPublisher) -> None:
+        breaking = Breaking(0)
+        monkeypatch.setattr(BroadcastGroup, "broadcast", lambda group, part: breaking(group, part))
+        await update(site, sender, 1)
+        breaking.__init__(1)
+        await update(site, sender, 2)  # it breaks once, and comes in a new group
+        assert sender.service.num_groups == 2 and await serves(site, 2)
+        breaking.__init__(2)
+        await site.engine.stage(sender.publish(3, named_tensors(tied(3))))
+        with pytest.raises(EngineError, match="It serves version 2 again"):
+            await site.engine.commit(3)
+        assert await serves(site, 2)
+        await site.engine.commit(3)
+        assert await serves(site, 3)
+        for version in (1, 2):
+            sender.release(version)
+        await site.engine.stage(sender.publish(4, named_tensors(tied(4))))
+        sender.release(4)  # before an update of it has begun
+        with pytest.raises(EngineError, match="It serves version 3 again"):
+            await site.engine.commit(4)
+        assert await serves(site, 3)
+
+    on(server, test)
