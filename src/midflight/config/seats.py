@@ -120,7 +120,7 @@ def stays_on_gpus(config: Config) -> bool:
         and config.trainer.ranks == 1
         and engine.kind != "embedded"
         and engine.device != "cpu"
-        and not engine.share_devices
+        and not engine.shares_devices
         and not engine.urls
         and max(sizes) == 1
     )
@@ -168,7 +168,7 @@ def device_map(
             DeviceAssignment(one.who, hosts.get(one.who) or ANY_MACHINE, one.number)
             for one in requests
         ]
-    given = dict(DevicePool(number, shared=config.engine.share_devices).give_all(requests))
+    given = dict(DevicePool(number, shared=config.engine.shares_devices).give_all(requests))
     lent = lent_engine(config.engine)
     if lent is not None and config.engine.device != "cpu" and "trainer" in given:
         requests.append(DeviceRequest(lent, 1, "engine.lend"))
