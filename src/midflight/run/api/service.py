@@ -18,7 +18,7 @@ trainer that was given up may not be dead but cut off: its requests are refused.
 """
 
 
-class Turn(StrEnum):
+class DeviceOwner(StrEnum):
     """Whose turn it is on devices that engines and trainer share in turns."""
 
     TRAINER = "trainer"
@@ -44,7 +44,7 @@ class RolloutService(Protocol):
         """
         ...
 
-    async def turn(self, of: Turn) -> None:
+    async def turn(self, of: DeviceOwner) -> None:
         """For a run with `engine.share = "time"`. The trainer asks for its turn, and gets it when
         all engines sleep; or the engines' turn has come, and this returns when they are awake, as
         `publish` does too.

@@ -19,7 +19,7 @@ from starlette.routing import BaseRoute
 from midflight.errors import RequestRejected
 from midflight.run.api.batch_lists import batch_as_lists
 from midflight.run.api.model_tensors import ModelTensors
-from midflight.run.api.service import LIFE, PREFIX, TrainerService, Turn, WentOn
+from midflight.run.api.service import LIFE, PREFIX, DeviceOwner, TrainerService, WentOn
 from midflight.run.api.session_routes import WaitSeconds
 from midflight.run.api.step_book import DoneBody, StepBook
 from midflight.trajectories.packing import to_bytes
@@ -43,7 +43,7 @@ class LeaseBody(StrictBody, frozen=True):
 
 
 class TurnBody(StrictBody, frozen=True):
-    of: Turn
+    of: DeviceOwner
 
 
 class VersionBody(StrictBody, frozen=True):

@@ -28,8 +28,8 @@ from midflight.engines.servers.staged import write_first
 from midflight.engines.servers.vllm import VllmServer
 from midflight.errors import EngineError, EngineUnavailable, RunFailed
 from midflight.models.sizes import num_choices_of, sizes_of
-from midflight.run.engine.server_process import adapters_kept, attached, recorded_experts, started
 from midflight.run.device_lock import LockedSleeper, device_lock
+from midflight.run.engine.server_process import adapters_kept, attached, recorded_experts, started
 from midflight.run.heartbeat import ENDLESS
 from midflight.run.parts import (
     EngineSpec,

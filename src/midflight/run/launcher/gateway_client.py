@@ -10,7 +10,7 @@ import msgspec
 from midflight.run.api import worker_wire as wire
 from midflight.run.api.membership import EngineAddress
 from midflight.run.api.membership_client import MembershipClient
-from midflight.run.api.service import LIFE, PREFIX, Turn
+from midflight.run.api.service import LIFE, PREFIX, DeviceOwner
 from midflight.run.launcher.ring_context import RingContext
 from midflight.run.parts import PartLost
 from midflight.run.places.port import PartFailed
@@ -44,7 +44,7 @@ class GatewayClient:
         would find them asleep or on their way.
         """
         seconds = self._context.config.run.stall_seconds
-        said = msgspec.json.encode({"of": Turn.ENGINES.value})
+        said = msgspec.json.encode({"of": DeviceOwner.ENGINES.value})
         headers = {LIFE: str(life)}
         with suppress(PartLost):
             async with self._http(self._context.gateway) as http:

@@ -28,7 +28,7 @@ from midflight.environments.sources import Source
 from midflight.environments.tasks import TaskStream
 from midflight.errors import OutOfTurn, RequestRejected, StoreFailed
 from midflight.observe.status import Phase
-from midflight.run.api.service import CopyAnswer, Turn
+from midflight.run.api.service import CopyAnswer, DeviceOwner
 from midflight.run.api.teacher import Teacher
 from midflight.run.parts import serve_while
 from midflight.run.rollout.evaluations import Evaluations, Phases
@@ -401,7 +401,7 @@ class RolloutSystem:
             else:
                 await self._turns.to_engines(deliver)
 
-    async def turn(self, of: Turn) -> None:
+    async def turn(self, of: DeviceOwner) -> None:
         """Waits as `Turns` does. Before the trainer's turn it waits for an evaluation that no
         version may overtake.
         """
@@ -411,7 +411,7 @@ class RolloutSystem:
                 "or do not ask for one.",
                 param="of",
             )
-        if of is Turn.ENGINES:
+        if of is DeviceOwner.ENGINES:
             await self._turns.to_engines()
             return
         async with self._evaluations.making_way():

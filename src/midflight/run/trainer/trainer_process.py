@@ -33,7 +33,7 @@ from midflight.models.proof import SMALL
 from midflight.models.sizes import sizes_of
 from midflight.observe.activity import WorkBelow
 from midflight.run.api.rollout_client import RolloutClient
-from midflight.run.api.service import Turn, WentOn
+from midflight.run.api.service import DeviceOwner, WentOn
 from midflight.run.device_lock import DeviceLock, device_lock
 from midflight.run.heartbeat import START_SECONDS
 from midflight.run.parts import Alarm, LauncherPipe, ModelReady, TrainerSpec
@@ -172,12 +172,12 @@ async def _begun(
             await asyncio.to_thread(begun[0].leave_device)
         return begun
     async with _service(spec) as service:
-        await service.turn(Turn.TRAINER)
+        await service.turn(DeviceOwner.TRAINER)
         await lock.take()
         begun = await _ready(config, spec, launcher, published, keep)
         await asyncio.to_thread(begun[0].leave_device)
         lock.leave()
-        await service.turn(Turn.ENGINES)
+        await service.turn(DeviceOwner.ENGINES)
     return begun
 
 
@@ -460,7 +460,7 @@ class DeviceTurns:
         self._lock = lock
 
     async def begin(self) -> None:
-        await self._service.turn(Turn.TRAINER)
+        await self._service.turn(DeviceOwner.TRAINER)
         await self._lock.take()
         await asyncio.to_thread(self._team.take_device)
 

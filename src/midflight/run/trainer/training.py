@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from midflight.run.api.service import RolloutService, Turn
+from midflight.run.api.service import DeviceOwner, RolloutService
 from midflight.run.heartbeat import Heartbeat
 from midflight.types import PackedBatch, Version, WeightManifest
 from midflight.types.digests import StepChain
@@ -251,7 +251,7 @@ class TrainingLoop:
         """Reports a step whose version is not handed over. Engines that sleep wake as they were."""
         await self._report(done)
         if self._turns is not None:
-            await self._service.turn(Turn.ENGINES)
+            await self._service.turn(DeviceOwner.ENGINES)
 
     async def _report(self, done: Stepped) -> None:
         """Waits for the reports of the steps before."""
