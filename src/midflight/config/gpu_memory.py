@@ -162,9 +162,7 @@ def _in_trainers_turn(config: Config, sizes: ModelSizes, item: GpuItem) -> Itera
         comes = moved_bytes(config, sizes, critics=critics) // config.trainer.ranks
         whose = "the critic's " if critics else ""
         stays = item.num_bytes - comes
-        yield replace(
-            item, what=f"{whose}weights", num_bytes=stays, moments=BETWEEN | item.moments
-        )
+        yield replace(item, what=f"{whose}weights", num_bytes=stays, moments=BETWEEN | item.moments)
         yield replace(item, what=f"{whose}gradients and AdamW's two moments", num_bytes=comes)
     else:
         yield item

@@ -178,9 +178,7 @@ def device_map(
     return [DeviceAssignment(one.who, THIS_MACHINE, one.number, given[one.who]) for one in requests]
 
 
-def _sides(
-    config: Config, requests: Sequence[DeviceRequest]
-) -> Sequence[Sequence[DeviceRequest]]:
+def _sides(config: Config, requests: Sequence[DeviceRequest]) -> Sequence[Sequence[DeviceRequest]]:
     """The requests that share out the GPUs among them: all, or if engines and trainer take turns
     those of each.
     """
