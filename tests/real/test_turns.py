@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from midflight.archive.ledger import ledger_of
-from midflight.run.device_lock import FILE
+from midflight.run.device_lock import DEVICE_LOCK
 
 from .processes import CONFIG, Command, steps
 from .test_replay import GRADED
@@ -31,7 +31,7 @@ def started(folder: Path, *sets: str, forked: bool = True) -> Command:
 
 def is_trainers(run: Path) -> bool:
     """Whether the trainer has the devices at this moment, so that all engines sleep."""
-    with (run / FILE).open() as file:
+    with (run / DEVICE_LOCK).open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

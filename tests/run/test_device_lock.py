@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from midflight.config.load import load_config
-from midflight.run.device_lock import FILE, DeviceLock, LockedSleeper, device_lock
+from midflight.run.device_lock import DEVICE_LOCK, DeviceLock, LockedSleeper, device_lock
 from midflight.types import MemoryPart
 
 HOLDER = """
@@ -28,8 +28,8 @@ async def waits(lock: DeviceLock) -> bool:
 
 def test_engines_hold_it_together_and_the_trainer_alone(tmp_path: Path) -> None:
     async def main() -> None:
-        one, other = (DeviceLock(tmp_path / FILE, alone=False) for _ in range(2))
-        trainer = DeviceLock(tmp_path / FILE, alone=True)
+        one, other = (DeviceLock(tmp_path / DEVICE_LOCK, alone=False) for _ in range(2))
+        trainer = DeviceLock(tmp_path / DEVICE_LOCK, alone=True)
         await one.take()
         await one.take()
         await other.take()
@@ -49,10 +49,10 @@ def test_engines_hold_it_together_and_the_trainer_alone(tmp_path: Path) -> None:
 
 def test_a_dead_trainer_holds_nothing(tmp_path: Path) -> None:
     async def main() -> None:
-        holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / FILE)], stdout=subprocess.PIPE)
+        holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / DEVICE_LOCK)], stdout=subprocess.PIPE)
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
-        engine = DeviceLock(tmp_path / FILE, alone=False)
+        engine = DeviceLock(tmp_path / DEVICE_LOCK, alone=False)
         taking = asyncio.ensure_future(engine.take())
         await asyncio.wait({taking}, timeout=0.1)
         assert not taking.done()
@@ -77,7 +77,7 @@ class Sleeping:
 
 def test_an_engine_that_wakes_waits_until_the_trainer_has_left(tmp_path: Path) -> None:
     async def main() -> None:
-        engine, trainer = DeviceLock(tmp_path / FILE, alone=False), DeviceLock(tmp_path / FILE, alone=True)
+        engine, trainer = DeviceLock(tmp_path / DEVICE_LOCK, alone=False), DeviceLock(tmp_path / DEVICE_LOCK, alone=True)
         await engine.take()
         sleeping = Sleeping()
         locked = LockedSleeper(sleeping, engine)

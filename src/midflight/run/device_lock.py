@@ -13,7 +13,7 @@ from midflight.config.sections import Config
 from midflight.ports import Sleeper
 from midflight.types import MemoryPart
 
-FILE = "device.lock"
+DEVICE_LOCK = "device.lock"
 
 
 class DeviceLock:
@@ -45,7 +45,7 @@ def device_lock(config: Config, *, alone: bool) -> DeviceLock | None:
     """The lock of a run, for the trainer (`alone`) or an engine. None if they do not take turns."""
     if not config.engine.takes_turns:
         return None
-    return DeviceLock(Path(config.run.folder) / FILE, alone=alone)
+    return DeviceLock(Path(config.run.folder) / DEVICE_LOCK, alone=alone)
 
 
 class LockedSleeper:
