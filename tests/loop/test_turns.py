@@ -12,7 +12,7 @@ import pytest
 
 from midflight.config.sections import Config, EngineSection, EvaluationSection, WeightsSection
 from midflight.environments.sources import Source
-from midflight.errors import RequestRejected
+from midflight.errors import EngineError, RequestRejected
 from midflight.run.api.service import DeviceOwner
 from midflight.testing.ring import SimulatedTrainer
 from midflight.testing.virtual_time import run_virtual
@@ -198,6 +198,38 @@ def test_evaluations_along_the_run_end_though_their_engine_sleeps_in_between(tmp
 
 def held_out(site: Site) -> Source:
     return replace(site.sources[0], heldout=tuple(Task(f"h{i}", "numbers", {"question": f"held out {i}"}) for i in range(2)))
+
+
+def test_an_engine_that_refuses_to_sleep_keeps_the_trainer_from_its_turn_and_says_why(tmp_path: Path) -> None:
+    async def main() -> None:
+        site = Site(in_turns(), tmp_path, engines=fast_engines(2), agents=Agents(2))
+        async with site.opened() as ring:
+
+            async def asks() -> None:
+                site.engines[0].fail_next("sleep", EngineError("sleeping: it has no such route."))
+                with pytest.raises(EngineError, match="it has no such route"):
+                    await ring.system.turn(DeviceOwner.TRAINER)
+                await ring.system.turn(DeviceOwner.TRAINER)
+                await ring.system.turn(DeviceOwner.ENGINES)
+                assert ring.serving.routable()
+
+            await ring.serve(asks())
+
+    run_virtual(main, seed=0, max_seconds=3600)
+
+
+def test_engines_that_commit_together_wake_together(tmp_path: Path) -> None:
+    async def main() -> Site:
+        made = in_turns(staleness=2).model_copy(update={"weights": WeightsSection(commit="barrier")})
+        site = Site(made, tmp_path, engines=fast_engines(3, by_version=True), agents=Agents(3))
+        found = watched(site)
+        await site.run()
+        assert found == [3] * 6
+        return site
+
+    site = run_virtual(main, seed=0, max_seconds=3600)
+    site.check()
+    assert not site.failed_requests
 
 
 def test_a_turn_is_refused_where_devices_are_not_shared_in_turns(tmp_path: Path) -> None:

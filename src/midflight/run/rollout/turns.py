@@ -15,7 +15,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 
-from midflight.errors import EngineError, EngineUnavailable
+from midflight.errors import EngineError, EngineUnavailable, first_error
 from midflight.gateway.fleet.fleet import Fleet
 from midflight.ports import Sleeper
 from midflight.types import MemoryPart, PauseMode
@@ -56,9 +56,12 @@ class Turns:
         """
         async with self._changing:
             self.is_trainers = True
-            async with asyncio.TaskGroup() as group:
-                for name in self._sleepers:
-                    group.create_task(self._put_to_sleep(name))
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for name in self._sleepers:
+                        group.create_task(self._put_to_sleep(name))
+            except ExceptionGroup as refusals:
+                raise first_error(refusals) from refusals
 
     async def to_engines(self, deliver: Callable[[], Awaitable[None]] | None = None) -> None:
         """Wakes the engines. In between `deliver` brings them a version, also if it is their turn
