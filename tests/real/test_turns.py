@@ -39,6 +39,16 @@ def is_trainers(run: Path) -> bool:
     return False
 
 
+def are_awake(run: Path) -> bool:
+    """Whether an engine has any of a device at this moment."""
+    with (run / DEVICE_LOCK).open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return not is_trainers(run)
+    return False
+
+
 def stopped_in_its_turn(command: Command, run: Path) -> int:
     """Stops the trainer while it has the devices. Returns its process id."""
     trainer = command.parts()["trainer"][0]
@@ -82,7 +92,8 @@ def test_i8_engines_and_trainers_killed_while_engines_sleep_lose_nothing_and_eng
 
         trainer = stopped_in_its_turn(command, run)
         os.kill(trainer, signal.SIGKILL)
-        command.until(lambda: not is_trainers(run), "end of the dead trainer's turn")
+        command.until(lambda: are_awake(run), "engine that wakes after the trainer's death", 30)
+        assert set(command.parts().get("trainer", ())) <= {trainer}, "they wait for no new one"
         command.until(lambda: set(command.parts().get("trainer", ())) - {trainer}, "a new trainer")
         parts = [pid for found in command.parts().values() for pid in found]
         check_end(command, run, 14, parts)

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from starlette.responses import Response
 from tests.engines.models import ask
 from tests.engines.reading import ABORTED, collect, ids, rest, until_tokens
 from tests.engines.servers.fakes import Fake, FakeSglang, FakeVllm, attached
@@ -87,6 +88,26 @@ def test_a_server_that_is_half_awake_is_woken_before_it_sleeps_again(kind: type[
             await engine.sleep()
             sleep, weights, keys = ORDER[kind]
             assert fake.slept == [sleep, weights, keys, sleep]
+
+    asyncio.run(main())
+
+
+@KINDS
+def test_a_server_that_failed_to_sleep_is_told_again_and_counts_as_awake_until_it_has_said_yes(kind: type[Fake], tmp_path: Path) -> None:
+    async def main() -> None:
+        fake = kind()
+        async with attached(fake, tmp_path) as (engine, _):
+            await engine.pause(PauseMode.ABORT)
+            route = "/sleep" if kind is FakeVllm else "/release_memory_occupation"
+            fake.instead[route] = Response("out of host memory", status_code=500)
+            for _ in range(2):
+                with pytest.raises(EngineError, match="out of host memory"):
+                    await engine.sleep()
+            with pytest.raises(EngineError, match="wake it first"):
+                await engine.resume()
+            del fake.instead[route]
+            await engine.sleep()
+            assert fake.slept == ORDER[kind][:1]
 
     asyncio.run(main())
 

@@ -344,8 +344,7 @@ class EmbeddedEngine:
         """Implements the port's `Sleeper`. Waits for the step in progress, and for the copy of the
         weights.
         """
-        if self._asleep != _ALL_PARTS:
-            await asyncio.wrap_future(self._thread.call(self._fall_asleep))
+        await asyncio.wrap_future(self._thread.call(self._fall_asleep))
 
     async def wake(self, part: types.MemoryPart) -> None:
         """Implements the port's `Sleeper`. Room for keys is made when requests come."""

@@ -111,7 +111,9 @@ class ServerEngine:
         self._whole = True
         """True if the weights at the server are whole."""
         self._asleep = set[types.MemoryPart]()
-        """The parts of its memory that the server has given away."""
+        """The parts of its memory that the server may have given away."""
+        self._is_asleep = False
+        """True if it has confirmed that it has given all of them away."""
         self._num_tokens = 0
         self._asking: asyncio.Future[tuple[StagedFolder, str]] | None = None
         """The question which weights the server serves, while the question is under way."""
@@ -388,7 +390,7 @@ class ServerEngine:
     async def sleep(self) -> None:
         """Implements the port's `Sleeper`. Waits for the server to copy its weights."""
         async with self._control:
-            if self._asleep == _ALL_PARTS:
+            if self._is_asleep:
                 return
             if self._paused is None:
                 raise EngineError(
@@ -396,10 +398,12 @@ class ServerEngine:
                 )
             for running in list(self._running):
                 self._end_here(running)
-            for part in sorted(self._asleep):  # a server may refuse to sleep when it sleeps in part
-                await self._server.wake(self._client, part)
+            if self._asleep != _ALL_PARTS:
+                for part in sorted(self._asleep):  # a server that sleeps in part may not sleep
+                    await self._server.wake(self._client, part)
             self._asleep |= _ALL_PARTS
             await self._server.sleep(self._client)
+            self._is_asleep = True
 
     async def wake(self, part: types.MemoryPart) -> None:
         """Implements the port's `Sleeper`. When the last part wakes, the server gets its pause
@@ -408,6 +412,7 @@ class ServerEngine:
         async with self._control:
             if part not in self._asleep:
                 return
+            self._is_asleep = False
             await self._server.wake(self._client, part)
             self._asleep.discard(part)
             if not self._asleep and self._paused is not None:
