@@ -9,6 +9,7 @@ rest of the process, and before the process computes its first gradient: the eng
 from __future__ import annotations
 
 import threading
+import weakref
 from functools import cache
 from typing import Any
 
@@ -37,11 +38,42 @@ class Crossed:
 crossed = Crossed()
 
 
+class Resident:
+    """The bytes of all tensors on the second device, each storage once: now, and the most since `peak` was set."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+        self._holders: dict[int, int] = {}
+
+    def add(self, storage: torch.UntypedStorage) -> tuple[int, int]:
+        place = storage.data_ptr()
+        if storage.nbytes() and place not in self._holders:
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+        self._holders[place] = self._holders.get(place, 0) + 1
+        return place, storage.nbytes()
+
+    def remove(self, held: tuple[int, int]) -> None:
+        place, num_bytes = held
+        self._holders[place] -= 1
+        if not self._holders[place]:
+            del self._holders[place]
+            self.now -= num_bytes
+
+    def leave(self, place: list[tuple[int, int]]) -> None:
+        self.remove(place[0])
+
+
+resident = Resident()
+
+
 class Elsewhere(Tensor):
     """A tensor of the second device; `held` has its values. It is no attribute that a copy of a tensor's attributes would take along."""
 
-    __slots__ = ("held",)
+    __slots__ = ("held", "place")
     held: Tensor
+    place: list[tuple[int, int]]
+    """Where its bytes are counted."""
 
     @staticmethod
     def __new__(cls, held: Tensor) -> Elsewhere:
@@ -49,6 +81,8 @@ class Elsewhere(Tensor):
         with torch.inference_mode(mode=False):  # in which no view of another can be made of one
             made = Tensor._make_wrapper_subclass(cls, held.size(), **sizes, dtype=held.dtype, device=torch.device(NAME, 0))
         made.held = held
+        made.place = [resident.add(held.untyped_storage())]
+        weakref.finalize(made, resident.leave, made.place)
         return made
 
     @classmethod
@@ -81,6 +115,9 @@ class Elsewhere(Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         assert isinstance(value, Elsewhere), "what is assigned must be on the second device too"
+        place = resident.add(value.held.untyped_storage())
+        resident.leave(self.place)
+        self.place[0] = place
         self.held = value.held
 
 

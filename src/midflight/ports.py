@@ -59,6 +59,23 @@ class Engine(Protocol):
     async def health(self) -> types.EngineHealth: ...
 
 
+class Sleeper(Protocol):
+    """An engine that can give the memory of its device to others for a time."""
+
+    async def sleep(self) -> None:
+        """Ends all requests with `ABORT`, keeps the weights in host memory and drops all keys.
+        Returns when the device's memory is free. Called in a pause. Idempotent. Until it is wholly
+        awake the engine refuses to resume.
+        """
+        ...
+
+    async def wake(self, part: types.MemoryPart) -> None:
+        """Takes memory of the device again, for the weights, which are those from before, or for
+        keys. Idempotent. With its weights it can stage and commit. The pause goes on.
+        """
+        ...
+
+
 class Scorer(Protocol):
     """A teacher: a model that scores how likely given tokens are."""
 

@@ -66,6 +66,16 @@ TWO: list[str] = []
 EIGHT = ["trainer.ranks=6", "engine.servers=[{tensor_parallel=2}]"]
 SIXTY_FOUR = ["cluster.kind=ray", "trainer.ranks=32", f"engine.servers=[{', '.join(['{tensor_parallel=4}'] * 8)}]"]
 LAYOUTS = {1: ONE, 2: TWO, 8: EIGHT, 64: SIXTY_FOUR}
+TURNS_OF = {
+    # all weights are trained on the GPUs that also serve them
+    1: ['engine.share="time"', "engine.arguments=['--gpu-memory-utilization=0.7']"],
+    8: [
+        'engine.share="time"',
+        "trainer.ranks=8",
+        "engine.servers=[{tensor_parallel=4}, {tensor_parallel=4}]",
+        "engine.arguments=['--gpu-memory-utilization=0.7']",
+    ],
+}
 
 
 @pytest.fixture(autouse=True)
@@ -104,18 +114,29 @@ def planning(model: str, number: int, kind: str, *overrides: str) -> int:
 @pytest.mark.parametrize("number", LAYOUTS)
 def test_a_plan_equals_its_golden_file(model: str, number: int, capsys: pytest.CaptureFixture[str]) -> None:
     status = planning(model, number, KINDS[model], *LAYOUTS[number])
+    check_golden(f"{model}-{number}", status, capsys)
+
+
+def check_golden(name: str, status: int, capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr()
     lines = f"status {status}\n{printed.out}{printed.err}".splitlines()
     plan = "".join(f"{line.rstrip()}\n" for line in lines)
-    path = PLANS / f"{model}-{number}.txt"
+    path = PLANS / f"{name}.txt"
     if WRITES:
         path.write_text(plan)
     assert plan == path.read_text()
 
 
+@pytest.mark.parametrize("model", SIZES)
+@pytest.mark.parametrize("number", TURNS_OF)
+def test_a_plan_in_turns_has_each_moment_of_each_gpu(model: str, number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    status = planning(model, number, KINDS[model], *TURNS_OF[number])
+    check_golden(f"{model}-{number}-turns", status, capsys)
+
+
 def test_the_golden_files_are_plans_that_fit_and_plans_that_are_refused() -> None:
     firsts = {path.stem: path.read_text().splitlines()[0] for path in PLANS.glob("*.txt")}
-    assert len(firsts) == len(SIZES) * len(LAYOUTS)
+    assert len(firsts) == len(SIZES) * (len(LAYOUTS) + len(TURNS_OF))
     assert set(firsts.values()) == {"status 0", "status 2"}
 
 

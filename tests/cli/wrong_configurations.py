@@ -102,6 +102,7 @@ WRONG: list[tuple[str, tuple[str, ...]]] = [
     ("engine.threads", ("engine.threads=100000",)),
     ("engine.device", ("engine.device=mps",)),
     ("engine.device", ("engine.device=cuda",)),
+    ("engine.share", ("engine.share=time", "engine.lend=true")),
     ("engine.lend", ("engine.lend=true", "engine.kind=vllm", "engine.python=/usr/bin/python3")),
     ("engine.deterministic", ("engine.deterministic=true",)),
     ("engine.guesses", ("engine.guesses=64",)),

@@ -126,6 +126,42 @@ def test_on_a_machine_with_one_gpu_all_share_it_if_that_is_said() -> None:
     assert laid(same) == {"trainer": (0,), "engine0": (0,)}
 
 
+TURNS = "engine.share=time"
+
+
+def test_engines_and_trainer_that_take_turns_have_the_same_gpus() -> None:
+    one = load_config(None, [*CUDA, TURNS])
+    assert laid(one) == laid(one, 1) == laid(one, 4) == {"trainer": (0,), "engine0": (0,)}
+    many = load_config(None, [*CUDA, TURNS, "trainer.ranks=2", "engine.count=2"])
+    assert laid(many) == laid(many, 2) == {"trainer": (0,), "trainer1": (1,), "engine0": (0,), "engine1": (1,)}
+    server = load_config(None, [*CUDA, TURNS, "trainer.ranks=2", "engine.kind=vllm", "engine.servers=[{tensor_parallel=2}]"])
+    assert laid(server, 2)["engine0"] == (0, 1)
+    assert server.weights.transport == "shared_memory"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([*CUDA, "engine.count=2"], "engines and trainer on the same GPUs, and one side alone has GPU 1; give both the same"),
+        (["engine.device=cuda:1", "trainer.device=cuda:0"], "one side alone has GPU 0, 1; give both the same"),
+        (["engine.device=cuda"], "engine.device (cuda) is another than trainer.device (cpu); give both the same"),
+        (["engine.kind=vllm", "engine.urls=['http://a:1']"], "engine.urls are of servers that run already; remove one"),
+        (["cluster.kind=ray"], 'cluster.kind is "ray", where they may be on several machines; remove one'),
+        (["engine.lend=true"], "engine.lend has one that generates beside others while it waits; remove one"),
+        (["gateway.shards=2"], "of which one gateway decides, and gateway.shards is 2; remove one"),
+        (["engine.count=2", "environment.untracked.engines=1"], "environment.untracked.engines (1) are to answer at any time"),
+        (
+            ["engine.kind=vllm", "weights.transport=direct"],
+            'brings versions to workers that have no memory then; set it to "shared_memory"',
+        ),
+    ],
+)
+def test_turns_that_cannot_be_are_refused_before_anything_is_touched(options: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(None, [TURNS, *options])
+    assert words in str(refused.value)
+
+
 def test_a_pool_gives_a_server_the_first_devices_that_are_side_by_side() -> None:
     def ask(who: str, number: int, *named: int) -> DeviceRequest:
         return DeviceRequest(who, number, "an option", named)

@@ -10,12 +10,13 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tests.engines.models import MemoryReceiver, ask, make_engine
+from tests.engines.models import TOKENIZER, MemoryReceiver, ask, make_engine
 from tests.engines.reading import collect, ids
 from tests.engines.servers.fakes import attached
 from tests.engines.servers.own_vllm import StubVllm
@@ -23,16 +24,21 @@ from tests.engines.test_contract import running
 from tests.engines.test_scoring import ragged
 from tests.models.mixtures import tiny_mixture
 from tests.models.tiny import tiny_adapted, tiny_model
-from tests.second_device import crossed, here
+from tests.second_device import crossed, here, resident
 from tests.second_device import moved as moved_to_ours
 from tests.trainer.fixtures import batch, save_checkpoint, trainer
 from tests.weights.fleets import sent
 from transformers import PreTrainedModel
 
+from midflight.config.gpu_memory import CUDA_BYTES, Moment, part_items
+from midflight.config.gpus import GPU_KINDS, DescribedGpus
 from midflight.config.load import load_config
+from midflight.config.sections import Config
+from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.engines.embedded.weights import model_fingerprint
 from midflight.engines.servers.direct import DirectLoader
 from midflight.errors import EngineError, WeightsCorrupt
+from midflight.models.creation import make_model
 from midflight.models.load import load_model, save_model
 from midflight.models.names import as_tensors, in_dtype, named_tensors, outlines
 from midflight.run.device_check.inside import BenchWorker
@@ -42,7 +48,7 @@ from midflight.trainer.critic import Valuation
 from midflight.trainer.model.microbatch import Layout
 from midflight.trainer.supervised import SupervisedTrainer
 from midflight.trainer.trainer import PolicyTrainer, trainer_of
-from midflight.types import PackedBatch, WeightManifest
+from midflight.types import PackedBatch, PauseMode, WeightManifest
 from midflight.weights.device_digest import digests, lanes
 from midflight.weights.transports.broadcast import BroadcastPublisher
 from midflight.weights.transports.direct import DirectFeed
@@ -197,6 +203,98 @@ def test_a_checkpoint_goes_on_as_if_it_had_not_been_made(tmp_path: Path) -> None
     for ours in (first, second):
         ours.step(small(1))
     assert torch.equal(flat(first.model), flat(second.model))
+
+
+# --- Turns -----------------------------------------------------------------------------------------------------------
+
+
+BUFFERS = 8 * 2**10
+"""Bytes of frequencies and counters in both processes, which the estimate leaves to what CUDA takes."""
+IN_TURNS = (
+    "engine.share=time",
+    "engine.device=cuda",
+    "trainer.device=cuda",
+    "model.hidden_size=64",
+    "model.intermediate_size=128",
+    "model.num_layers=2",
+    "model.num_heads=2",
+    "model.num_kv_heads=1",
+    "model.max_context=64",
+    "engine.max_running=8",
+    "engine.max_batch_tokens=64",
+    "trainer.micro_batch_tokens=64",
+)
+
+
+@pytest.mark.skipif(REAL is not None, reason="counts the bytes of our device")
+def test_what_is_on_the_device_at_each_moment_of_a_turn_is_within_the_dry_runs_estimate() -> None:
+    config = load_config(None, IN_TURNS)
+    (served, trained), source = [moved(made_of(config)) for _ in range(2)], MemoryReceiver()
+    assert isinstance(served, PreTrainedModel) and isinstance(trained, PreTrainedModel)
+    engine, ours = make_engine(served, receiver=source), trainer_of(config, trained)
+    weights = sum(parameter.nbytes for parameter in made_of(config).parameters())
+    ours.leave_device()
+    for turn in range(2):
+        within(config, Moment.GENERATE, partial(engine.generate_all, REQUESTS[:2]))
+        engine._scheduler.pause(PauseMode.ABORT)
+        engine._fall_asleep()
+        assert weights <= resident.now <= weights + BUFFERS, "the trainer's weights alone"
+        peak = within(config, Moment.STEP, partial(step_in_its_turn, ours, turn))
+        assert peak >= 4 * weights, "gradients and two moments beside them"
+        assert 4 * weights <= resident.now <= 4 * weights + BUFFERS
+        manifest = published(source, turn + 1, ours.model)
+        ours.leave_device()
+        assert weights <= resident.now <= weights + BUFFERS, "moments and gradients have left"
+        assert all(value.device.type == "cpu" for state in ours.optimizer.state.values() for value in state.values())
+        peak = within(config, Moment.TAKE, partial(take_version, engine, manifest))
+        assert peak >= 3 * weights, "the version that is served and the one that comes, beside the trainer's"
+        engine._asleep.clear()
+        engine._scheduler.resume()
+        assert model_fingerprint(served) == model_fingerprint(trained)
+
+
+def made_of(config: Config) -> PreTrainedModel:
+    m = config.model
+    sizes = {"hidden_size": m.hidden_size, "intermediate_size": m.intermediate_size, "num_layers": m.num_layers}
+    heads = {"num_heads": m.num_heads, "num_kv_heads": m.num_kv_heads}
+    return make_model(vocab_size=TOKENIZER.vocab_size, max_context=m.max_context, seed=1, dtype=m.dtype, **sizes, **heads)
+
+
+def within(config: Config, moment: Moment, deed: Callable[[], object]) -> int:
+    """The most bytes that the deed has on the device, which must be within the estimate of that moment."""
+    resident.peak = resident.now
+    deed()
+    gpus = DescribedGpus(GPU_KINDS["h100"], 1)
+    items = [item for who in ("trainer", "engine0") for item in part_items(config, gpus, who) if moment in item.moments]
+    estimate = sum(item.num_bytes for item in items) - 2 * CUDA_BYTES
+    assert resident.peak <= estimate + BUFFERS, f"{moment}: {resident.peak} of {estimate}"
+    return resident.peak
+
+
+def step_in_its_turn(ours: PolicyTrainer, version: int) -> None:
+    ours.take_device()
+    ours.step(small(version))
+
+
+def published(source: MemoryReceiver, version: int, model: PreTrainedModel) -> WeightManifest:
+    return source.publish_tensors(version, {name: tensor.cpu() for name, tensor in named_tensors(model).items()})
+
+
+def take_version(engine: EmbeddedEngine, manifest: WeightManifest) -> None:
+    engine._weights.take_device()
+    engine._weights.stage(manifest)
+    assert engine._commit(manifest.version).fingerprint == manifest.fingerprint
+
+
+@pytest.mark.parametrize("kind", ["untied", "adapters"])
+def test_steps_in_turns_give_the_same_bits_as_steps_that_stay(kind: str) -> None:
+    stays, leaves = (trainer(both(MODELS[kind])[1]) for _ in range(2))
+    for version in range(3):
+        stays.step(small(version))
+        leaves.take_device()
+        leaves.step(small(version))
+        leaves.leave_device()
+    assert torch.equal(flat(stays.model), flat(leaves.model))
 
 
 # --- Weights on their way --------------------------------------------------------------------------------------------

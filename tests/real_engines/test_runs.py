@@ -81,6 +81,25 @@ def test_i7_i8_a_run_whose_server_is_killed_goes_on_at_its_version_and_loses_no_
     assert not servers_of(training, kind) and not segments(run)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_server_takes_turns_with_the_trainer_by_its_own_routes(kind: Kind, command: Callable[..., Command], tmp_path: Path) -> None:
+    """On a CPU it keeps its memory: what is tried is that its routes are there, in this order, and that it answers after them."""
+    (tmp_path / "small.toml").write_text(CONFIG.replace("max_tokens = 6", "max_tokens = 40"))
+    sets = [f"engine.kind={kind}", f"engine.python={interpreter(kind)}", "run.steps=6", "gateway.request_seconds=300", "engine.share=time"]
+    sets += ["environment.rollout_seconds=300", "run.stop_seconds=10", *(f"model.{size}" for size in SIZES)]
+    training = command("train", "small.toml", "--folder", "run", *(word for each in sets for word in ("--set", each)))
+    run = tmp_path / "run"
+    assert training.wait(350) == 0, training.said
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["failed_requests"], summary["failed_rollouts"], summary["steps"]) == (0, 0, 6)
+    assert summary["rollouts_spanning_versions"] > 0
+    assert [line["version"] for line in journal(run) if line["kind"] == "evaluation"][-1] == summary["version"] == 6
+    log = (run / "logs" / "engine0.server.log").read_text()
+    if kind == "vllm":
+        assert log.count("sleep mode is not supported on CPU") >= 6
+    assert not servers_of(training, kind) and not segments(run)
+
+
 def test_f1_an_answer_goes_on_from_its_tokens_on_another_server_and_the_dead_one_comes_back(
     command: Callable[..., Command], tmp_path: Path
 ) -> None:

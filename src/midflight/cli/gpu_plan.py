@@ -19,7 +19,7 @@ from midflight.config import Config
 from midflight.config.context import default_context
 from midflight.config.derived import engine_python, model_sizes, num_engines, served_dtype
 from midflight.config.devices import VISIBLE
-from midflight.config.gpu_memory import GpuMemory, gpu_memory, is_server, server_layout
+from midflight.config.gpu_memory import TURNS, GpuMemory, gpu_memory, is_server, server_layout
 from midflight.config.gpus import GPUS_OF_A_MACHINE, DescribedGpus, described_map
 from midflight.config.memory import memory_estimate
 from midflight.config.seats import (
@@ -58,7 +58,7 @@ def gpu_plan(
     yield _places(gpus, laid)
     yield from _launch_lines(config, laid)
     yield _groups(config)
-    yield _gpu_memory(gpus, found)
+    yield _gpu_memory(gpus, found, in_turns=config.engine.takes_turns)
     yield _ways(config, gpus)
     yield _machine_memory(config, laid, longest_prompt)
 
@@ -246,44 +246,50 @@ def _server_groups(config: Config) -> Iterator[tuple[str, str, str, str]]:
 # --- Memory ---------------------------------------------------------------------------------------
 
 
-def _gpu_memory(gpus: DescribedGpus, found: Sequence[GpuMemory]) -> Table:
-    """Each GPU at its fullest moment. GPUs with the same on them share their rows."""
+def _gpu_memory(gpus: DescribedGpus, found: Sequence[GpuMemory], *, in_turns: bool) -> Table:
+    """Each GPU at its fullest moment, or at each moment if engines and trainer take turns. GPUs
+    with the same on them share their rows.
+    """
+    when = "at each moment" if in_turns else "at its fullest moment"
     table = new_table(
-        "memory of each GPU at its fullest moment, estimated, not measured; untested on a GPU",
+        f"memory of each GPU {when}, estimated, not measured; untested on a GPU",
         "GPUs",
-        "fullest",
+        "moment" if in_turns else "fullest",
         "whose",
         "what",
         "size",
         "together",
     )
     memory = gpus.kind.memory_bytes
-    for own in _alike(found):
-        first = own[0]
-        items = first.at_fullest
-        taken = first.taken(first.fullest)
-        together = f"{size(taken)} of {size(memory)}, {taken / memory:.0%}"
-        for number, item in enumerate(items):
-            is_first = number == 0
-            is_last = number == len(items) - 1
-            table.add_row(
-                escape(_names(own)) if is_first else "",
-                first.fullest if is_first else "",
-                item.part,
-                item.what,
-                size(item.num_bytes),
-                together if is_last else "",
-            )
+    for own in _alike(found, in_turns=in_turns):
+        for moment in TURNS if in_turns else (own[0].fullest,):
+            items = own[0].at(moment)
+            taken = own[0].taken(moment)
+            together = f"{size(taken)} of {size(memory)}, {taken / memory:.0%}"
+            for number, item in enumerate(items):
+                is_first = number == 0
+                is_last = number == len(items) - 1
+                table.add_row(
+                    escape(_names(own)) if is_first else "",
+                    moment if is_first else "",
+                    item.part,
+                    item.what,
+                    size(item.num_bytes),
+                    together if is_last else "",
+                )
     if not found:
         table.add_row("none", "", "", "", "", "")
     return table
 
 
-def _alike(found: Sequence[GpuMemory]) -> Sequence[Sequence[GpuMemory]]:
-    """The GPUs in groups of those that have the same on them at their fullest moment."""
+def _alike(found: Sequence[GpuMemory], *, in_turns: bool) -> Sequence[Sequence[GpuMemory]]:
+    """The GPUs in groups of those that have the same on them at their fullest moment, or at all
+    moments.
+    """
     groups = defaultdict[tuple[object, ...], list[GpuMemory]](list)
     for gpu in found:
-        items = tuple((item.part, item.what, item.num_bytes) for item in gpu.at_fullest)
+        shown = gpu.items if in_turns else gpu.at_fullest
+        items = tuple((item.part, item.what, item.num_bytes) for item in shown)
         key = (gpu.fullest, items)
         groups[key].append(gpu)
     return list(groups.values())

@@ -55,6 +55,11 @@ class EngineSection(Section):
     """Engines may be on GPUs that a trainer rank or another engine has; each then needs a part of
     its memory.
     """
+    share: Literal["memory", "time"] = "memory"
+    """How engines and trainer share devices: `memory`, both stay there together; `time`, in turns:
+    engines sleep while the trainer steps, and while they generate its moments and gradients lie in
+    host memory. Each then has nearly all of the device, and the other waits.
+    """
     lend: bool = False
     """One more embedded engine in the place of the first trainer rank, which generates while that
     rank waits for a batch. This pays where training waits for generation.
@@ -82,6 +87,16 @@ class EngineSection(Section):
     less after each handover, with more mismatch between engine and trainer. It is for agents of
     many turns.
     """
+
+    @property
+    def shares_devices(self) -> bool:
+        """True if several processes may be on one GPU."""
+        return self.share_devices or self.takes_turns
+
+    @property
+    def takes_turns(self) -> bool:
+        """True if engines sleep while the trainer steps."""
+        return self.share == "time"
 
     def served_dtype(self, trained: str) -> str:
         """The precision of the weights in engines, of weights that are trained in another."""

@@ -2,7 +2,8 @@
 GPUs that options describe. `memory` has the items of our own processes.
 
 A GPU has two moments: the start, at which one trainer rank may make a warm start with the whole
-model, and a step. Ranks get their rows of the model from the first rank's host memory, and give them
+model, and a step. Where engines and trainer take turns (`engine.share = "time"`) it has two more:
+engines generate, and before that they take a version while they have no keys. Ranks get their rows of the model from the first rank's host memory, and give them
 back bucket by bucket, so that no rank has the whole model on its GPU at another time, and no moment
 takes as much as a step. All that is on a GPU at one moment is added up. Nothing of it was measured
 on a GPU.
@@ -11,7 +12,7 @@ on a GPU.
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from midflight.config.derived import (
@@ -23,7 +24,7 @@ from midflight.config.derived import (
 from midflight.config.devices import ServerSection
 from midflight.config.engine import EngineSection
 from midflight.config.gpus import DescribedGpus
-from midflight.config.memory import MemoryItem, memory_estimate, step_bytes
+from midflight.config.memory import MemoryItem, memory_estimate, moved_bytes, step_bytes
 from midflight.config.seats import DeviceAssignment, server_of, server_size
 from midflight.config.sections import Config
 from midflight.models.sizes import ModelSizes
@@ -41,9 +42,15 @@ _SHARE = re.compile(r"(?:--gpu-memory-utilization|--mem-fraction-static)[= ]([\d
 class Moment(StrEnum):
     START = "at its start"
     STEP = "in a step"
+    TAKE = "as engines take a version"
+    GENERATE = "while engines generate"
 
 
 ALWAYS = frozenset(Moment)
+TURNS = (Moment.STEP, Moment.TAKE, Moment.GENERATE)
+"""The moments of a step of training in turns, in their order."""
+BETWEEN = frozenset({Moment.TAKE, Moment.GENERATE})
+"""The moments of the engines' turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +87,12 @@ class GpuMemory:
         """The moment at which most of it is taken."""
         return max(Moment, key=self.taken)
 
+    def at(self, moment: Moment) -> Sequence[GpuItem]:
+        return [item for item in self.items if moment in item.moments]
+
     @property
     def at_fullest(self) -> Sequence[GpuItem]:
-        return [item for item in self.items if self.fullest in item.moments]
+        return self.at(self.fullest)
 
     def taken(self, moment: Moment) -> int:
         return sum(item.num_bytes for item in self.items if moment in item.moments)
@@ -125,7 +135,37 @@ def part_items(config: Config, gpus: DescribedGpus, who: str) -> Iterator[GpuIte
     else:
         items = _own_items(who, estimate, "engines", of=num_engines(config.engine))
     yield GpuItem(who, "CUDA, assumed", CUDA_BYTES)
+    if config.engine.takes_turns:
+        items = _in_turns(config, sizes, items)
     yield from items
+
+
+def _in_turns(config: Config, sizes: ModelSizes, items: Iterator[GpuItem]) -> Iterator[GpuItem]:
+    """The items of a process that takes turns, each at its own moments. A teacher takes none."""
+    for item in items:
+        if item.who.startswith("trainer"):
+            yield from _in_trainers_turn(config, sizes, item)
+        elif item.who == "teacher" or item.what.startswith("what a step computes"):
+            yield item  # captured graphs hold some of it while a server sleeps
+        elif item.what.startswith(("weights", "versions of adapters")):
+            yield replace(item, moments=BETWEEN)
+        else:
+            yield replace(item, moments=frozenset({Moment.GENERATE}))
+
+
+def _in_trainers_turn(config: Config, sizes: ModelSizes, item: GpuItem) -> Iterator[GpuItem]:
+    """Weights stay between two steps. Gradients and moments are there in a step alone."""
+    if item.what == "the reference's weights":
+        yield replace(item, moments=BETWEEN | item.moments)
+    elif item.what.endswith("moments") and Moment.STEP in item.moments:
+        critics = item.what.startswith("the critic's")
+        comes = moved_bytes(config, sizes, critics=critics) // config.trainer.ranks
+        whose = "the critic's " if critics else ""
+        stays = item.num_bytes - comes
+        yield replace(item, what=f"{whose}weights", num_bytes=stays, moments=BETWEEN | item.moments)
+        yield replace(item, what=f"{whose}gradients and AdamW's two moments", num_bytes=comes)
+    else:
+        yield item
 
 
 def _own_items(

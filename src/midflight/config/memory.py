@@ -182,6 +182,13 @@ def _trainer_memory(config: Config, sizes: ModelSizes, *, tokens: int) -> Iterat
             model,
             on_gpu=on_gpu,
         )
+    if on_gpu and config.engine.takes_turns:
+        yield MemoryItem(
+            "trainer",
+            "AdamW's two moments, while engines generate",
+            (1 + has_critic) * 2 * trained,
+            model,
+        )
     activations = ranks * activation_bytes(config, sizes, tokens)
     copied = 3 * trained * (2 if has_critic else 1)
     if not 0 < t.checkpoint_every < config.run.steps:
@@ -217,6 +224,17 @@ def _trainer_memory(config: Config, sizes: ModelSizes, *, tokens: int) -> Iterat
             made_anew * handed_bytes(config, sizes),
             model,
         )
+
+
+def moved_bytes(config: Config, sizes: ModelSizes, *, critics: bool = False) -> int:
+    """The bytes of gradients and AdamW's two moments of the policy, or of the critic, all ranks
+    together: what is on a GPU in a step alone, where engines and trainer take turns. A warm start
+    of the policy moves all its weights.
+    """
+    optimised = trained_parameters(config, sizes)
+    if config.warm_start.is_made and not critics:
+        optimised = sizes.num_parameters
+    return 3 * optimised * element_bytes(config.model.dtype)
 
 
 def activation_bytes(config: Config, sizes: ModelSizes, tokens: int) -> int:
@@ -287,6 +305,13 @@ def _engines_memory(
         is_certain=e.kind == "vllm" and not on_gpu,  # vLLM takes all of it at its start
         on_gpu=on_gpu,
     )
+    if on_gpu and e.takes_turns:
+        yield MemoryItem(
+            "engines",
+            "weights, while the trainer steps",
+            number * sizes.weight_bytes(served_dtype(config)),
+            (how_many, *model_options(config)),
+        )
     if embedded:
         yield MemoryItem(
             "engines",

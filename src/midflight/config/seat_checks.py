@@ -1,20 +1,20 @@
-"""Options of places that contradict each other: clusters, servers and their GPUs, adapters, and the
-engine that is lent.
+"""Options of places that contradict each other: clusters, servers and their GPUs, adapters, the
+engine that is lent, and devices that are shared in turns.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from midflight.config.derived import engines_option, num_engines
 from midflight.config.devices import VLLM_RANKS, ServerSection
 from midflight.config.engine import EngineSection
-from midflight.config.seats import device_map, engines_min, server_size
+from midflight.config.seats import DeviceAssignment, device_map, engines_min, server_size
 from midflight.config.sections import Config
 from midflight.config.shards import shard_contradictions
 from midflight.errors import ConfigError
 
 
 def server_contradictions(config: Config) -> Iterator[str]:
-    """Contradictions of `[[engine.servers]]`, adapters and lending, and every GPU that two
+    """Contradictions of `[[engine.servers]]`, adapters, lending and turns, and every GPU that two
     processes would have, however many there are.
     """
     engine = config.engine
@@ -33,11 +33,16 @@ def server_contradictions(config: Config) -> Iterator[str]:
     yield from _adapter_contradictions(config)
     if engine.lend:
         yield from _lending_contradictions(config)
+    if engine.takes_turns:
+        yield from _turn_contradictions(config)
     if local:
         try:
-            device_map(config)
+            given = device_map(config)
         except ConfigError as error:
             yield str(error).rstrip(".")
+        else:
+            if engine.takes_turns:
+                yield from _apart(given)
 
 
 def _adapter_contradictions(config: Config) -> Iterator[str]:
@@ -136,6 +141,59 @@ def _lending_contradictions(config: Config) -> Iterator[str]:
             f"{needs}, and environment.untracked.engines "
             f"({config.environment.untracked.engines}) sets the last engines apart; remove one"
         )
+
+
+def _turn_contradictions(config: Config) -> Iterator[str]:
+    engine = config.engine
+    turns = 'engine.share = "time" lets engines sleep while the trainer has their devices'
+    if engine.urls:
+        yield f"{turns}, and engine.urls are of servers that run already; remove one"
+    if config.cluster.kind != "local":
+        yield (
+            f'{turns}, and cluster.kind is "{config.cluster.kind}", where they may be on several '
+            "machines; remove one"
+        )
+    if engine.device.partition(":")[0] != config.trainer.device.partition(":")[0]:
+        yield (
+            f"{turns}, and engine.device ({engine.device}) is another than trainer.device "
+            f"({config.trainer.device}); give both the same, or remove engine.share"
+        )
+    if engine.lend:
+        yield (
+            f"{turns}, and engine.lend has one that generates beside others while it waits; remove "
+            "one"
+        )
+    if config.gateway.shards > 1:
+        yield (
+            f"{turns}, of which one gateway decides, and gateway.shards is "
+            f"{config.gateway.shards}; remove one"
+        )
+    if config.environment.untracked.engines:
+        yield (
+            f"{turns}, and environment.untracked.engines "
+            f"({config.environment.untracked.engines}) are to answer at any time; remove one"
+        )
+    if config.weights.transport == "direct":
+        yield (
+            f'{turns}, and weights.transport = "direct" brings versions to workers that have no '
+            'memory then; set it to "shared_memory"'
+        )
+
+
+def _apart(given: Sequence[DeviceAssignment]) -> Iterator[str]:
+    """A sentence if engines and trainer ranks, which take turns, are not on the same GPUs."""
+    of_trainer = {
+        device for one in given if one.who.startswith("trainer") for device in one.devices
+    }
+    of_engines = {device for one in given if one.who.startswith("engine") for device in one.devices}
+    if not of_trainer or not of_engines or of_trainer == of_engines:
+        return
+    alone = ", ".join(map(str, sorted(of_trainer ^ of_engines)))
+    yield (
+        'engine.share = "time" is for engines and trainer on the same GPUs, and one side alone has '
+        f"GPU {alone}; give both the same by engine.servers, engine.device and trainer.device, or "
+        "remove engine.share"
+    )
 
 
 def cluster_contradictions(config: Config) -> Iterator[str]:

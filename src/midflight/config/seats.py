@@ -149,7 +149,7 @@ def _on_gpus(config: Config) -> bool:
         and config.trainer.device != "cpu"
         and engine.kind != "embedded"
         and engine.device != "cpu"
-        and not engine.share_devices
+        and not engine.shares_devices
         and not engine.urls
     )
 
@@ -196,12 +196,26 @@ def device_map(
             DeviceAssignment(one.who, hosts.get(one.who) or ANY_MACHINE, one.number)
             for one in requests
         ]
-    given = dict(DevicePool(number, shared=config.engine.share_devices).give_all(requests))
+    given: dict[str, tuple[int, ...]] = {}
+    for side in _sides(config, requests):
+        given |= DevicePool(number, shared=config.engine.share_devices).give_all(side)
     lent = lent_engine(config.engine)
     if lent is not None and config.engine.device != "cpu" and "trainer" in given:
         requests.append(DeviceRequest(lent, 1, "engine.lend"))
         given[lent] = given["trainer"]
     return [DeviceAssignment(one.who, THIS_MACHINE, one.number, given[one.who]) for one in requests]
+
+
+def _sides(config: Config, requests: Sequence[DeviceRequest]) -> Sequence[Sequence[DeviceRequest]]:
+    """The requests that share out the GPUs among them: all, or if engines and trainer take turns
+    those of each.
+    """
+    if not config.engine.takes_turns:
+        return [requests]
+    sides = defaultdict[str, list[DeviceRequest]](list)
+    for request in requests:
+        sides[request.who.rstrip("0123456789")].append(request)
+    return list(sides.values())
 
 
 def _requests(config: Config, *, ranks: bool, teacher: bool) -> Iterator[DeviceRequest]:

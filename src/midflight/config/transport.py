@@ -23,9 +23,17 @@ def chosen_transport(config: Config) -> tuple[Transport, str]:
     return way_of_weights(
         num_bytes=version_bytes(config),
         num_engines=num_engines(config.engine),
-        swaps=config.engine.kind != "embedded" and config.lora.rank is None,
+        swaps=_may_swap(config),
         over_machines=config.cluster.kind != "local",
     )
+
+
+def _may_swap(config: Config) -> bool:
+    """True if servers can have a whole version beside the one that they serve. One that sleeps has
+    no memory for it.
+    """
+    engine = config.engine
+    return engine.kind != "embedded" and config.lora.rank is None and not engine.takes_turns
 
 
 def version_bytes(config: Config) -> int:

@@ -19,8 +19,8 @@ from starlette.websockets import WebSocket
 from midflight.engines import wire
 from midflight.engines.relay import ServedEngine, ignore_work
 from midflight.errors import NotSupported, RequestRejected
-from midflight.ports import PromptScorer, Scorer
-from midflight.types import EngineHealth, Feature, PauseMode, Version, WeightManifest
+from midflight.ports import PromptScorer, Scorer, Sleeper
+from midflight.types import EngineHealth, Feature, MemoryPart, PauseMode, Version, WeightManifest
 from midflight.wire.edge import RequireToken, read_body, with_client
 from midflight.wire.routes import PACKED, body_of, json_answer, metrics_route, route
 
@@ -29,6 +29,10 @@ E = TypeVar("E", bound=ServedEngine)
 
 class EnginePause(msgspec.Struct, frozen=True):
     mode: PauseMode
+
+
+class EngineWake(msgspec.Struct, frozen=True):
+    part: MemoryPart
 
 
 class EngineAbort(msgspec.Struct, frozen=True):
@@ -51,6 +55,7 @@ def build_app(
     *,
     token: str | None,
     scorer: Scorer | None = None,
+    sleeper: Sleeper | None = None,
     beside: Sequence[BaseRoute] = (),
     worked: Callable[[], None] = ignore_work,
 ) -> ASGIApp:
@@ -61,7 +66,7 @@ def build_app(
     as the one by which the engine describes itself. `worked` is called before scores are sent.
     `serve` has a `worked` of its own.
     """
-    routes = EngineRoutes(engine, serve, scorer=scorer, worked=worked)
+    routes = EngineRoutes(engine, serve, scorer=scorer, sleeper=sleeper, worked=worked)
     registry = CollectorRegistry()
     registry.register(EngineCollector(engine.reading))
     served = list(routes.wire())
@@ -81,16 +86,19 @@ class EngineRoutes(Generic[E]):
         serve: Callable[[E, WebSocket], Awaitable[None]],
         *,
         scorer: Scorer | None = None,
+        sleeper: Sleeper | None = None,
         committed: Callable[[Version], None] = lambda version: None,
         worked: Callable[[], None] = ignore_work,
     ) -> None:
         """`serve` is the engine's end of the wire to one client, until the client leaves; `relay`
-        works with any engine. `scorer` is the engine again, if it can score. `committed` is called
-        with each version that the engine has attested, and `worked` before scores are sent.
+        works with any engine. `scorer` is the engine again, if it can score. `sleeper` puts it to
+        sleep and wakes it, if it shares its device in turns. `committed` is called with each
+        version that the engine has attested, and `worked` before scores are sent.
         """
         self._engine = engine
         self._serve = serve
         self._scorer = scorer
+        self._sleeper = sleeper
         self._committed = committed
         self._worked = worked
 
@@ -99,6 +107,8 @@ class EngineRoutes(Generic[E]):
         verbs = {
             "pause": self._pause,
             "resume": self._resume,
+            "sleep": self._sleep,
+            "wake": self._wake,
             "abort": self._abort,
             "stage": self._stage,
             "commit": self._commit,
@@ -138,6 +148,23 @@ class EngineRoutes(Generic[E]):
     async def _resume(self, request: Request) -> Response:
         await self._engine.resume()
         return json_answer({"status": "ok"})
+
+    async def _sleep(self, request: Request) -> Response:
+        await self._takes_turns().sleep()
+        return json_answer({"status": "ok"})
+
+    async def _wake(self, request: Request) -> Response:
+        body = await body_of(request, EngineWake)
+        await self._takes_turns().wake(body.part)
+        return json_answer({"status": "ok"})
+
+    def _takes_turns(self) -> Sleeper:
+        if self._sleeper is None:
+            raise NotSupported(
+                f"putting engine {self._engine.name!r} to sleep: it keeps its memory. Start it "
+                'with engine.share = "time".'
+            )
+        return self._sleeper
 
     async def _abort(self, request: Request) -> Response:
         body = await body_of(request, EngineAbort)

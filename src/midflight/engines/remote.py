@@ -139,6 +139,13 @@ class RemoteEngine:
     async def resume(self) -> None:
         await self._post("/resume", {})
 
+    async def sleep(self) -> None:
+        """Implements the port's `Sleeper`, for an engine that can."""
+        await self._post("/sleep", {})
+
+    async def wake(self, part: types.MemoryPart) -> None:
+        await self._post("/wake", {"part": part.value})
+
     async def stage(self, manifest: types.WeightManifest) -> None:
         await self._post("/stage", manifest)
 

@@ -26,7 +26,7 @@ from midflight.environments.sources import Source
 from midflight.gateway.http.http import build_app
 from midflight.observe.status import Phase
 from midflight.ports import Engine, SessionHandle
-from midflight.run.api.service import RolloutService
+from midflight.run.api.service import DeviceOwner, RolloutService
 from midflight.run.api.teacher import Teacher
 from midflight.run.parts import serve_while
 from midflight.run.rollout.hosting import hosting_here
@@ -119,11 +119,27 @@ class SlowSteps:
     async def publish(self, manifest: WeightManifest) -> None:
         await self._service.publish(manifest)
 
+    async def turn(self, of: DeviceOwner) -> None:
+        await self._service.turn(of)
+
     async def checkpointed(self, version: Version) -> None:
         await self._service.checkpointed(version)
 
     async def finish(self, version: Version) -> None:
         await self._service.finish(version)
+
+
+class _SimulatedTurns:
+    """Implements `TrainerTurns` for a trainer that has nothing on a device."""
+
+    def __init__(self, service: RolloutService) -> None:
+        self._service = service
+
+    async def begin(self) -> None:
+        await self._service.turn(DeviceOwner.TRAINER)
+
+    async def end(self) -> None:
+        pass
 
 
 # --- A teacher without a model --------------------------------------------------------------------
@@ -205,16 +221,18 @@ class SmallRing:
         """Makes the whole run of `run.steps` steps, and waits for its end, see `serve`. `service`
         may stand between trainer and system, to slow or to watch them. Steps are added to `chain`.
         """
+        service = service or self.system
         loop = TrainingLoop(
             trainer,
             outlet,
-            service or self.system,
+            service,
             steps=self.config.run.steps,
             prefetch=self.config.rollout.max_staleness > 0,
             stage=stage,
             save_every=self.config.trainer.checkpoint_every,
             publish_every=self.config.weights.every,
             chain=chain,
+            turns=_SimulatedTurns(service) if self.config.engine.takes_turns else None,
         )
         await self.serve(loop.run(), *beside)
 

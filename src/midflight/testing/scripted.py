@@ -27,7 +27,16 @@ from midflight.testing.script import (
 from midflight.text import Tokenizer
 
 Call: TypeAlias = Literal[
-    "generate", "abort", "pause", "resume", "stage", "commit", "health", "prompt_logprobs"
+    "generate",
+    "abort",
+    "pause",
+    "resume",
+    "sleep",
+    "wake",
+    "stage",
+    "commit",
+    "health",
+    "prompt_logprobs",
 ]
 
 CAPABLE = types.Capabilities(
@@ -119,6 +128,8 @@ class ScriptedEngine:
         self._served = self._initial
         self._staged: types.WeightManifest | None = None
         self._paused: types.PauseMode | None = None
+        self.asleep = set[types.MemoryPart]()
+        """The parts of its memory that it has given away."""
         self._stalled = False
         self._dead = False
         self._exhausted = False
@@ -214,6 +225,7 @@ class ScriptedEngine:
         self._served = self._initial
         self._staged = None
         self._paused = None
+        self.asleep.clear()
         self._num_tokens = 0
 
     # --- The port ---------------------------------------------------------------------------------
@@ -275,6 +287,7 @@ class ScriptedEngine:
 
     async def resume(self) -> None:
         await self._enter("resume")
+        self._check_awake("resuming", types.MemoryPart)
         if self._paused is types.PauseMode.RECOMPUTE:
             for running in self._running:
                 running.kv_version = self._served.version
@@ -283,8 +296,22 @@ class ScriptedEngine:
         self._schedule()
         self._poke()
 
+    async def sleep(self) -> None:
+        """Implements `ports.Sleeper`."""
+        await self._enter("sleep")
+        if self._paused is None:
+            raise EngineError(f"putting {self.name} to sleep: it generates. Pause it first.")
+        for running in (*self._waiting, *self._running):
+            running.end(types.FinishReason.ABORT)
+        self.asleep.update(types.MemoryPart)
+
+    async def wake(self, part: types.MemoryPart) -> None:
+        await self._enter("wake")
+        self.asleep.discard(part)
+
     async def stage(self, manifest: types.WeightManifest) -> None:
         await self._enter("stage")
+        self._check_awake("staging on", (types.MemoryPart.WEIGHTS,))
         if not self.capabilities.stages_weights:
             raise NotSupported(
                 f"staging version {manifest.version} on {self.name}: it cannot stage. Load weights "
@@ -295,6 +322,7 @@ class ScriptedEngine:
 
     async def commit(self, version: types.Version) -> types.Attestation:
         await self._enter("commit")
+        self._check_awake("committing on", (types.MemoryPart.WEIGHTS,))
         mended = (
             self._staged is not None
             and self._staged.version == version
@@ -337,6 +365,11 @@ class ScriptedEngine:
         )
 
     # --- How it works -----------------------------------------------------------------------------
+
+    def _check_awake(self, deed: str, parts: Iterable[types.MemoryPart]) -> None:
+        missing = self.asleep.intersection(parts)
+        if missing:
+            raise EngineError(f"{deed} {self.name}: it sleeps without its {min(missing)}. Wake it.")
 
     def _gone(self) -> EngineUnavailable:
         return EngineUnavailable(f"calling {self.name}: it is dead. Restart the engine.")

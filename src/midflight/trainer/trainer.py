@@ -26,6 +26,7 @@ from midflight.trainer.objective import Objective
 from midflight.trainer.optimizer import Adam, adamw
 from midflight.trainer.own_loss import objective_of
 from midflight.trainer.own_rows import decode_own_rows, encode_own_rows
+from midflight.trainer.parking import park, unpark
 from midflight.trainer.report import StepReport
 from midflight.trainer.schedule import Schedule
 from midflight.trainer.step import Stepper, StepRules
@@ -185,6 +186,20 @@ class PolicyTrainer:
     def learning_rate(self) -> float:
         """The learning rate of the next step."""
         return self._stepper.learning_rate(self.num_steps)
+
+    def leave_device(self) -> None:
+        """Moves moments and gradients to host memory until `take_device`; the weights stay. A
+        checkpoint may be staged meanwhile, but no step be made.
+        """
+        park(self.model, self.optimizer)
+        if self.critic is not None:
+            park(self.critic.model, self.critic.optimizer)
+
+    def take_device(self) -> None:
+        """Brings moments and gradients back. Idempotent."""
+        unpark(self.optimizer)
+        if self.critic is not None:
+            unpark(self.critic.optimizer)
 
     def watch(self) -> StepWatch:
         """Begins to keep the values of each token of the newest step."""

@@ -39,6 +39,13 @@ def parted(token: str) -> tuple[str, str]:
     return plain, name
 
 
+class MemoryPart(StrEnum):
+    """A part of an engine's memory on its device, which wakes by itself."""
+
+    WEIGHTS = "weights"
+    KEYS = "keys"
+
+
 class PauseMode(StrEnum):
     """The effect of a pause on requests in flight, and on their keys and values."""
 

@@ -67,6 +67,10 @@ class Fake:
         self.ends_without_finish = False
         self.done_meanwhile: Awaitable[object] | None = None
         """Happens while an answer about the weights is on its way."""
+        self.slept: list[str] = []
+        """What it was told of sleep, in order."""
+        self.asleep: set[str] = set()
+        """Tags of the memory that it has given away."""
         self.thawed = asyncio.Event()
         """Cleared, it answers nothing."""
         self.thawed.set()
@@ -96,6 +100,10 @@ class Fake:
             await self._at_rest.wait()
         if path in ("/resume", "/continue_generation"):
             self._going.set()
+        if (slept := self._sleep(path, dict(request.query_params), body)) is not None:
+            return slept
+        if path == self.load and "weights" in self.asleep and body.get("method") != "midflight_ready":
+            return Response("it has no memory for weights", status_code=500)
         if path == self.load and self.num_failing_loads:
             self.num_failing_loads -= 1
             return Response("the weights are of another model", status_code=400)
@@ -106,6 +114,25 @@ class Fake:
             meanwhile, self.done_meanwhile = self.done_meanwhile, None
             await meanwhile
         return JSONResponse(answer)
+
+    def _sleep(self, path: str, query: dict[str, str], body: dict[str, object]) -> Response | None:
+        """As both kinds do: vLLM goes on by itself when all of it is awake, SGLang fails on what does not sleep."""
+        tags = body.get("tags", [query.get("tags")])
+        assert isinstance(tags, list)
+        if path in ("/sleep", "/release_memory_occupation"):
+            if self._num_stepping:
+                return Response("it is not idle", status_code=500)
+            self.asleep |= {"weights", "kv_cache"} if path == "/sleep" else set(tags)
+        elif path in ("/wake_up", "/resume_memory_occupation"):
+            if not set(tags) <= self.asleep:
+                return Response("that does not sleep", status_code=500)
+            self.asleep -= set(tags)
+            if path == "/wake_up" and not self.asleep:
+                self._going.set()
+        else:
+            return None
+        self.slept.append(f"{path.split('_')[0]} {query or body}")
+        return JSONResponse({})
 
     def _lora(self, path: str, body: dict[str, object]) -> Response | None:
         """As both kinds answer: what is there already, or is not there, is refused."""

@@ -72,6 +72,15 @@ def test_sglang_on_a_gpu() -> None:
     assert made.environ == {"PATH": "/venv/bin", **ALWAYS, **own}
 
 
+def test_a_server_that_is_to_sleep_is_asked_for_it_where_it_has_a_gpu() -> None:
+    """On a CPU vLLM does not start with it, and SGLang has nothing to save."""
+    assert command("vllm", share="time") == command("vllm")
+    assert command("sglang", share="time") == command("sglang")
+    assert command("vllm", device="cuda", share="time").argv == (*command("vllm", device="cuda").argv, "--enable-sleep-mode")
+    plain = command("sglang", device="cuda").argv
+    assert command("sglang", device="cuda", share="time").argv == (*plain, "--enable-memory-saver", "--enable-weights-cpu-backup")
+
+
 def test_an_engine_that_is_to_be_deterministic_is_asked_for_it_in_its_own_words() -> None:
     vllm, plain = command("vllm", device="cuda", deterministic=True), command("vllm", device="cuda")
     assert vllm.argv == plain.argv and vllm.environ == {**plain.environ, "VLLM_BATCH_INVARIANT": "1"}

@@ -24,6 +24,7 @@ from midflight.engines.embedded.weights import EngineWeights
 from midflight.engines.requests import check_request, check_rows
 from midflight.engines.streams import ChunkStream, ChunkStreams, Outlet, StepOutput
 from midflight.errors import EngineError, EngineUnavailable
+from midflight.models.device_memory import give_back
 from midflight.models.routing import routers_of
 from midflight.ports import WeightReceiver
 from midflight.text.detokenizer import StopMatcher
@@ -33,6 +34,7 @@ from midflight.types.facts import EngineStepped, Record
 _log = logging.getLogger(__name__)
 _LOCAL = 0
 """The outlet of the callers inside the process."""
+_ALL_PARTS = frozenset(types.MemoryPart)
 PAUSE_LEASE_SECONDS = 30.0
 """An engine paused for longer without renewal resumes by itself, so that a dead controller cannot
 freeze it.
@@ -127,6 +129,8 @@ class EmbeddedEngine:
         self._outlets: dict[int, Outlet] = {_LOCAL: self._local}
         self._lease: asyncio.TimerHandle | None = None
         self._pausing = 0
+        self._asleep = set[types.MemoryPart]()
+        """The parts of its memory that it has given away."""
 
     @property
     def name(self) -> str:
@@ -331,17 +335,33 @@ class EmbeddedEngine:
         self._start_lease()
 
     async def resume(self) -> None:
+        """Raises `EngineError` while the engine sleeps."""
+        self._check_awake("resuming")
         self._end_lease()
         await asyncio.wrap_future(self._thread.call(self._scheduler.resume))
 
+    async def sleep(self) -> None:
+        """Implements the port's `Sleeper`. Waits for the step in progress, and for the copy of the
+        weights.
+        """
+        await asyncio.wrap_future(self._thread.call(self._fall_asleep))
+
+    async def wake(self, part: types.MemoryPart) -> None:
+        """Implements the port's `Sleeper`. Room for keys is made when requests come."""
+        if part is types.MemoryPart.WEIGHTS and part in self._asleep:
+            await asyncio.wrap_future(self._thread.call(self._weights.take_device))
+        self._asleep.discard(part)
+
     async def stage(self, manifest: types.WeightManifest) -> None:
         """Waits for a worker thread, which the transport feeds. Decoding goes on meanwhile."""
+        self._check_has_weights(f"staging version {manifest.version}")
         await asyncio.to_thread(self._weights.stage, manifest)
 
     async def commit(self, version: types.Version) -> types.Attestation:
         """Waits for the step in progress. Without a pause, running requests go on over the keys
         they have, as in `keep`.
         """
+        self._check_has_weights(f"committing version {version}")
         return await asyncio.wrap_future(self._thread.call(lambda: self._commit(version)))
 
     async def health(self) -> types.EngineHealth:
@@ -368,6 +388,29 @@ class EmbeddedEngine:
             self._scheduler.serve(version)
         return attestation
 
+    def _fall_asleep(self) -> None:
+        if self._scheduler.paused is None:
+            raise EngineError(
+                f"putting engine {self._name!r} to sleep: it generates; pause it first."
+            )
+        self._asleep |= _ALL_PARTS
+        self._scheduler.forget_keys()
+        self._weights.leave_device()
+        give_back(self._model.device)
+
+    def _check_awake(self, deed: str) -> None:
+        if self._asleep:
+            raise EngineError(
+                f"{deed} engine {self._name!r}: it sleeps without its "
+                f"{' and '.join(sorted(self._asleep))}; wake it first."
+            )
+
+    def _check_has_weights(self, deed: str) -> None:
+        if types.MemoryPart.WEIGHTS in self._asleep:
+            raise EngineError(
+                f"{deed} on engine {self._name!r}: it sleeps without its weights; wake it first."
+            )
+
     def _start_lease(self) -> None:
         self._end_lease()
         if self._scheduler.paused is not None:
@@ -382,9 +425,9 @@ class EmbeddedEngine:
 
     def _lease_ended(self) -> None:
         """Resumes, unless a caller still waits for a pause, because a drain may take longer than a
-        lease.
+        lease. An engine that sleeps waits to be woken, because its device is another's.
         """
-        if self._pausing:
+        if self._pausing or self._asleep:
             self._start_lease()
             return
         _log.warning(

@@ -143,6 +143,12 @@ class Prefixes:
         while self.num_bytes > self._max_bytes:
             self._drop(next(iter(self._spans)))
 
+    def clear(self) -> None:
+        """Drops all spans."""
+        self._roots.clear()
+        self._spans.clear()
+        self.num_bytes = 0
+
     def forget(self, *, before: Version) -> None:
         """Drops the spans that weights older than `before` computed, and all spans behind them."""
         for span in [span for span in self._spans if span.version < before]:

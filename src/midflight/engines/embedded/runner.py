@@ -61,15 +61,25 @@ class Runner:
         self.model = model.eval()
         self.device: torch.device = model.device
         model.set_attn_implementation(ATTENTION)
-        self._cache = KvCache(max_slots=max_running, max_context=max_context)
-        self._states = States(max_slots=max_running) if stateful(model) else None
-        self.keeps_states = self._states is not None
+        self._max_running = max_running
+        self._max_context = max_context
+        self._serial = serial
+        self.keeps_states = stateful(model)
         """True if a sequence can only go on where its state was taken."""
-        if self._states is not None:
-            self._states.serial = serial
+        self.forget_keys()
         self._reaches = reaches(model.config.get_text_config())
         self._takes = frozenset(inspect.signature(model.forward).parameters)
         self._no_mask = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=self.device)
+
+    def forget_keys(self) -> None:
+        """Drops the keys, values and states of all slots. Room for new ones is made as it is
+        needed.
+        """
+        self._cache = KvCache(max_slots=self._max_running, max_context=self._max_context)
+        self._states: States | None = None
+        if self.keeps_states:
+            self._states = States(max_slots=self._max_running)
+            self._states.serial = self._serial
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> Tensor:

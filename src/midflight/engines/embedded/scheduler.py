@@ -162,6 +162,16 @@ class Scheduler:
         self._leaders.clear()
         self._prefixes.forget(before=self._oldest_usable)
 
+    def forget_keys(self) -> None:
+        """Ends all requests with `ABORT`, and drops all keys, values and states, those kept of
+        earlier requests too.
+        """
+        self.abort(None)
+        self._leaders.clear()
+        self._left.clear()
+        self._prefixes.clear()
+        self._runner.forget_keys()
+
     @property
     def _oldest_usable(self) -> Version:
         return self.version - self._room.age

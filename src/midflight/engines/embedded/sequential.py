@@ -42,6 +42,10 @@ class SequentialRunner:
         self._name = name
         self._caches: dict[int, Any] = {}
 
+    def forget_keys(self) -> None:
+        """Drops the caches of all slots."""
+        self._caches.clear()
+
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> Tensor:
         """Returns the logits [R, V] of the wanted tokens, each the last of its sequence. Stores the

@@ -6,11 +6,13 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from midflight.engines.embedded.packed_layers import PackedLayers, Packs
 from midflight.errors import EngineError, WeightsCorrupt
+from midflight.models.device_memory import in_host_memory
 from midflight.models.names import as_bytes, as_tensors, assign, named_tensors
 from midflight.models.sizes import fingerprint_views
 from midflight.ports import WeightReceiver
@@ -58,10 +60,33 @@ class EngineWeights:
         takes longer than a swap may.
         """
         self._staging = threading.Lock()
+        self._on_host: list[tuple[Tensor, Tensor]] = []
+        """While the engine sleeps: parameters and buffers without numbers, with their numbers."""
 
     @property
     def served(self) -> Attestation:
         return self._served
+
+    @torch.no_grad()
+    def leave_device(self) -> None:
+        """Moves the weights to host memory, and drops what is staged and what was replaced. On the
+        decode thread, in a pause. Idempotent.
+        """
+        with self._staging:
+            self._staged = None
+            self._replaced = {}, {}
+            for tensor in _all_tensors(self._model):
+                if tensor.device.type != "cpu" and tensor.numel():
+                    self._on_host.append((tensor, in_host_memory(tensor)))
+                    tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+    @torch.no_grad()
+    def take_device(self) -> None:
+        """Moves the weights back to the device, bit for bit. On the decode thread. Idempotent."""
+        with self._staging:
+            for tensor, numbers in self._on_host:
+                tensor.data = numbers.to(tensor.device)
+            self._on_host = []
 
     def stage(self, manifest: WeightManifest) -> None:
         """Fetches a version, which the receiver verifies. Blocking. After any failure the weights
@@ -141,6 +166,11 @@ class EngineWeights:
             _, dtype, device = self._shapes[name]
             converted[name] = tensor.to(device=device, dtype=dtype)
         return converted
+
+
+def _all_tensors(model: PreTrainedModel) -> list[Tensor]:
+    """Each parameter and buffer once. Tied parameters are one."""
+    return [*model.parameters(), *model.buffers()]
 
 
 def model_fingerprint(model: PreTrainedModel) -> str:

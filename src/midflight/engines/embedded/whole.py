@@ -26,6 +26,9 @@ class WholeRunner:
         self.model = model.eval()
         self._picks_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
+    def forget_keys(self) -> None:
+        """See `Runner`. Nothing is kept."""
+
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> Tensor:
         """Logits [R, V] of the last token of each sequence. Every sequence begins at its first

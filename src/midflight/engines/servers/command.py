@@ -140,6 +140,9 @@ def _vllm(
     }
     if engine.deterministic:
         settings["VLLM_BATCH_INVARIANT"] = "1"
+    if engine.takes_turns and engine.device != "cpu":
+        # Opens the memory that it sleeps without. On a CPU vLLM refuses to start with it.
+        words += ["--enable-sleep-mode"]
     if model.num_adapters:
         settings["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # opens the routes that load adapters
         # With less room vLLM would drop an adapter that is in use.
@@ -200,6 +203,9 @@ def _sglang(
         # Otherwise a request that is retracted and aborted loses its last tokens.
         "SGLANG_FORCE_STREAM_INTERVAL": "1",
     }
+    if engine.takes_turns and engine.device != "cpu":
+        # Otherwise it forgets its weights when it sleeps.
+        words += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
     if engine.deterministic:
         words += ["--enable-deterministic-inference"]
     if engine.device == "cpu":

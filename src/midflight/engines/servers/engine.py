@@ -49,6 +49,7 @@ between these two limits the wait is as long as an answer took.
 """
 _MAX_READINGS = 50
 """A server that still makes tokens after so many readings ignores its pause."""
+_ALL_PARTS = frozenset(types.MemoryPart)
 _ABORTED = types.Finish(types.FinishReason.ABORT)
 
 
@@ -109,6 +110,10 @@ class ServerEngine:
         """True if the server has confirmed that it is paused, in that mode."""
         self._whole = True
         """True if the weights at the server are whole."""
+        self._asleep = set[types.MemoryPart]()
+        """The parts of its memory that the server may have given away."""
+        self._is_asleep = False
+        """True if it has confirmed that it has given all of them away."""
         self._num_tokens = 0
         self._asking: asyncio.Future[tuple[StagedFolder, str]] | None = None
         """The question which weights the server serves, while the question is under way."""
@@ -336,6 +341,11 @@ class ServerEngine:
                 f"resuming engine {self._name!r}: its weights are not whole; stage and commit a "
                 "version first."
             )
+        if self._asleep:
+            raise EngineError(
+                f"resuming engine {self._name!r}: it sleeps without its "
+                f"{' and '.join(sorted(self._asleep))}; wake it first."
+            )
         if self._paused is not None:
             self._held = False
             await self._server.resume(self._client)
@@ -375,6 +385,40 @@ class ServerEngine:
             "restart it."
         )
 
+    # --- Sleep ------------------------------------------------------------------------------------
+
+    async def sleep(self) -> None:
+        """Implements the port's `Sleeper`. Waits for the server to copy its weights."""
+        async with self._control:
+            if self._is_asleep:
+                return
+            if self._paused is None:
+                raise EngineError(
+                    f"putting engine {self._name!r} to sleep: it generates; pause it first."
+                )
+            for running in list(self._running):
+                self._end_here(running)
+            if self._asleep != _ALL_PARTS:
+                for part in sorted(self._asleep):  # a server that sleeps in part may not sleep
+                    await self._server.wake(self._client, part)
+            self._asleep |= _ALL_PARTS
+            await self._server.sleep(self._client)
+            self._is_asleep = True
+
+    async def wake(self, part: types.MemoryPart) -> None:
+        """Implements the port's `Sleeper`. When the last part wakes, the server gets its pause
+        again, which it may have ended.
+        """
+        async with self._control:
+            if part not in self._asleep:
+                return
+            self._is_asleep = False
+            await self._server.wake(self._client, part)
+            self._asleep.discard(part)
+            if not self._asleep and self._paused is not None:
+                await self._server.resume(self._client)
+                await self._server.pause(self._client, mode_at_server(self._paused))
+
     # --- Weights ----------------------------------------------------------------------------------
 
     async def stage(self, manifest: types.WeightManifest) -> None:
@@ -397,6 +441,11 @@ class ServerEngine:
         is needed, the engine makes a pause of its own.
         """
         async with self._control, self._staging:
+            if types.MemoryPart.WEIGHTS in self._asleep:
+                raise EngineError(
+                    f"committing version {version} on engine {self._name!r}: it sleeps without its "
+                    "weights; wake it first."
+                )
             staged = self._staged(version)
             if staged is self._live:
                 return types.Attestation(version, staged.fingerprint)

@@ -36,6 +36,7 @@ from midflight.types import (
     Finish,
     FinishReason,
     GenerateRequest,
+    MemoryPart,
     PauseMode,
     Segment,
     UInt8,
@@ -345,6 +346,18 @@ class Server(Protocol):
         ...
 
     async def resume(self, client: ServerClient) -> None: ...
+
+    async def sleep(self, client: ServerClient) -> None:
+        """Gives the device's memory away: weights to host memory, keys to nowhere. Called in a
+        pause, when the server has no request. A server on a CPU keeps its memory.
+        """
+        ...
+
+    async def wake(self, client: ServerClient, part: MemoryPart) -> None:
+        """Takes the memory of that part again. The weights are those from before. The pause may
+        have ended with the last part.
+        """
+        ...
 
     async def load(
         self, client: ServerClient, folder: Path, version: Version, *, recompute: bool

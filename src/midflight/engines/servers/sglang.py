@@ -32,6 +32,7 @@ from midflight.types import (
     FinishReason,
     GenerateRequest,
     LogprobKind,
+    MemoryPart,
     PauseMode,
     UInt8,
     Version,
@@ -45,6 +46,7 @@ _NEEDED = (
     "/update_weights_from_disk",
     "/update_weight_version",
 )
+_TAGS = {MemoryPart.WEIGHTS: "weights", MemoryPart.KEYS: "kv_cache"}
 _MODES = {PauseMode.KEEP: "in_place", PauseMode.RECOMPUTE: "retract", PauseMode.ABORT: "abort"}
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 _FEATURES = frozenset({Feature.LOGIT_BIAS, Feature.TOP_LOGPROBS})
@@ -404,6 +406,14 @@ class SglangServer:
 
     async def resume(self, client: ServerClient) -> None:
         await client.post("/continue_generation", {})
+
+    async def sleep(self, client: ServerClient) -> None:
+        """See `Server`. What captured graphs hold stays on the device."""
+        tags = [_TAGS[part] for part in (MemoryPart.KEYS, MemoryPart.WEIGHTS)]
+        await client.post("/release_memory_occupation", {"tags": tags})
+
+    async def wake(self, client: ServerClient, part: MemoryPart) -> None:
+        await client.post("/resume_memory_occupation", {"tags": [_TAGS[part]]})
 
     async def load(
         self, client: ServerClient, folder: Path, version: Version, *, recompute: bool

@@ -66,6 +66,9 @@ _FEATURES = frozenset(
 )
 
 
+_TAGS = {types.MemoryPart.WEIGHTS: "weights", types.MemoryPart.KEYS: "kv_cache"}
+
+
 class _Logprob(msgspec.Struct, frozen=True):
     token_id: int
     logprob: float
@@ -314,6 +317,13 @@ class VllmServer:
 
     async def resume(self, client: ServerClient) -> None:
         await client.post("/resume")
+
+    async def sleep(self, client: ServerClient) -> None:
+        """See `Server`. At level 1 vLLM keeps its weights in host memory, at level 2 nowhere."""
+        await client.post("/sleep?level=1&mode=abort")
+
+    async def wake(self, client: ServerClient, part: types.MemoryPart) -> None:
+        await client.post(f"/wake_up?tags={_TAGS[part]}")
 
     async def load(
         self, client: ServerClient, folder: Path, version: types.Version, *, recompute: bool

@@ -45,11 +45,11 @@ NOT_HERE: Mapping[str, str] = {
     "/finish_weight_update": _TRAINER,
     "/get_weights_by_name": "read the files of the version that was published, or of a checkpoint",
     "/release_memory_occupation": (
-        "engines keep their memory: pause them, and give the trainer devices of its own"
+        'engines sleep in the trainer\'s turn, not for a client: set engine.share = "time"'
     ),
-    "/resume_memory_occupation": "engines keep their memory: continue them",
-    "/sleep": "engines keep their memory: POST /pause",
-    "/wake_up": "engines keep their memory: POST /resume",
+    "/resume_memory_occupation": "engines wake when the trainer's turn is over",
+    "/sleep": 'engines sleep in the trainer\'s turn (engine.share = "time"): POST /pause',
+    "/wake_up": "engines wake when the trainer's turn is over: POST /resume",
     "/load_lora_adapter": "there is one policy: set lora.rank before the run",
     "/unload_lora_adapter": "there is one policy: set lora.rank before the run",
     "/collective_rpc": "engines run no code of their clients",

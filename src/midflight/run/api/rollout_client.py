@@ -8,7 +8,7 @@ from typing import Self
 
 import msgspec
 
-from midflight.run.api.service import LIFE, PREFIX, CopyAnswer, WentOn
+from midflight.run.api.service import LIFE, PREFIX, CopyAnswer, DeviceOwner, WentOn
 from midflight.run.parts import PartLost
 from midflight.trajectories.packing import from_bytes
 from midflight.types import PackedBatch, Version, WeightManifest
@@ -51,6 +51,9 @@ class RolloutClient:
 
     async def publish(self, manifest: WeightManifest) -> None:
         await self._post("weights", manifest)
+
+    async def turn(self, of: DeviceOwner) -> None:
+        await self._post("turn", {"of": of.value})
 
     async def checkpointed(self, version: Version) -> None:
         await self._post("checkpointed", {"version": version})

@@ -2,6 +2,7 @@
 over weights.
 """
 
+from enum import StrEnum
 from typing import Protocol
 
 import msgspec
@@ -15,6 +16,13 @@ LIFE = "x-midflight-life"
 """A header with the number of the trainer of the run that sends the request, counted from 0. A
 trainer that was given up may not be dead but cut off: its requests are refused.
 """
+
+
+class DeviceOwner(StrEnum):
+    """Whose turn it is on devices that engines and trainer share in turns."""
+
+    TRAINER = "trainer"
+    ENGINES = "engines"
 
 
 class RolloutService(Protocol):
@@ -33,6 +41,13 @@ class RolloutService(Protocol):
     async def publish(self, manifest: WeightManifest) -> None:
         """Brings a version to the engines; returns when each serves it, is in quarantine, or is
         reserved for an evaluation.
+        """
+        ...
+
+    async def turn(self, of: DeviceOwner) -> None:
+        """For a run with `engine.share = "time"`. The trainer asks for its turn, and gets it when
+        all engines sleep; or the engines' turn has come, and this returns when they are awake, as
+        `publish` does too.
         """
         ...
 

@@ -19,7 +19,7 @@ from starlette.routing import BaseRoute
 from midflight.errors import RequestRejected
 from midflight.run.api.batch_lists import batch_as_lists
 from midflight.run.api.model_tensors import ModelTensors
-from midflight.run.api.service import LIFE, PREFIX, TrainerService, WentOn
+from midflight.run.api.service import LIFE, PREFIX, DeviceOwner, TrainerService, WentOn
 from midflight.run.api.session_routes import WaitSeconds
 from midflight.run.api.step_book import DoneBody, StepBook
 from midflight.trajectories.packing import to_bytes
@@ -40,6 +40,10 @@ class Take(StrictBody, frozen=True):
 
 class LeaseBody(StrictBody, frozen=True):
     lease: int
+
+
+class TurnBody(StrictBody, frozen=True):
+    of: DeviceOwner
 
 
 class VersionBody(StrictBody, frozen=True):
@@ -106,6 +110,7 @@ class TrainerRoutes:
             "take_back": self._take_back,
             "restart": self._restart,
             "weights": self._weights,
+            "turn": self._turn,
             "checkpointed": self._checkpointed,
             "finish": self._finish,
             "store": self._copy,
@@ -182,6 +187,11 @@ class TrainerRoutes:
         self._book.publishing(manifest)
         await self._service.publish(manifest)
         return json_answer({"version": manifest.version, "served_version": self._served()})
+
+    async def _turn(self, request: Request) -> Response:
+        body = await body_of(request, TurnBody)
+        await self._service.turn(body.of)
+        return json_answer({"of": body.of})
 
     async def _checkpointed(self, request: Request) -> Response:
         body = await body_of(request, VersionBody)

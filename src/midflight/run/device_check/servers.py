@@ -66,14 +66,14 @@ from midflight.weights.transports.select import publisher, receiver
 NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 START_SECONDS = 180.0
 SLEEP = {
-    "vllm": ("/sleep?level=1", "/wake_up", "--enable-sleep-mode"),
+    "vllm": ("/sleep?level=1", "/wake_up", ["--enable-sleep-mode"]),
     "sglang": (
         "/release_memory_occupation",
         "/resume_memory_occupation",
-        "--enable-memory-saver",
+        ["--enable-memory-saver", "--enable-weights-cpu-backup"],
     ),
 }
-"""Routes that give a server's memory back and take it again, and the option that opens them."""
+"""Routes that give a server's memory back and take it again, and the options that open them."""
 FREED = 0.3
 """The least share of a sleeping server's memory on the GPU that must be free."""
 CALL_SECONDS = 60.0
@@ -498,14 +498,12 @@ def _sleep_and_wake(at: _ServerBench) -> Iterator[DeviceTrial]:
     if not at.bench.is_cuda:
         yield not_tried(what, f"{at.name} gives back the memory of GPUs alone")
         return
-    yield asyncio.run(
-        tried_while(what, lambda: _slept(at), remedy="nothing in Midflight uses it yet")
-    )
+    yield asyncio.run(tried_while(what, lambda: _slept(at), remedy="leave engine.share out"))
 
 
 async def _slept(at: _ServerBench) -> str:
-    sleep, wake, option = SLEEP[at.kind]
-    config = at.config(size=SMALL, arguments=[option])
+    sleep, wake, options = SLEEP[at.kind]
+    config = at.config(size=SMALL, arguments=options)
     async with at.attached(SMALL, config) as server:
         before = await _said(server.engine)
         taken, _ = torch.cuda.mem_get_info(at.bench.device)

@@ -60,6 +60,11 @@ def whole_run(bench: Bench) -> Iterator[DeviceTrial]:
         )
     if bench.why_not_real:
         yield not_tried("midflight train in real size", bench.why_not_real)
+    yield tried(
+        f"midflight train in turns, {STEPS} steps ({SMALL.name})",
+        lambda: _trained_in_turns(bench),
+        remedy="leave engine.share out",
+    )
 
 
 def _trained(bench: Bench, size: BenchSize) -> Found:
@@ -74,6 +79,15 @@ def _trained(bench: Bench, size: BenchSize) -> Found:
         f"{found.rollouts_a_second:.1f} rollouts/s{where}, a version staged in "
         f"{found.stage_seconds:.3f} s with a pause of {found.pause_seconds:.4f} s, engine and "
         f"trainer {found.mismatch:.2g} nats apart"
+    )
+
+
+def _trained_in_turns(bench: Bench) -> Found:
+    """A run whose engine sleeps in each step."""
+    found = run_training(bench, SMALL, "run-turns", ['engine.share="time"'])
+    return Found(
+        f"{found.rollouts_a_second:.1f} rollouts/s, engine and trainer {found.mismatch:.2g} nats "
+        "apart"
     )
 
 

@@ -29,6 +29,7 @@ from midflight.engines.servers.staged import write_first
 from midflight.engines.servers.vllm import VllmServer
 from midflight.errors import EngineError, EngineUnavailable, RunFailed
 from midflight.models.sizes import num_choices_of, sizes_of
+from midflight.run.device_lock import LockedSleeper, device_lock
 from midflight.run.engine.server_process import adapters_kept, attached, recorded_experts, started
 from midflight.run.heartbeat import ENDLESS
 from midflight.run.parts import (
@@ -64,12 +65,17 @@ async def run_companion(spec: EngineSpec, launcher: LauncherPipe) -> None:
                 engine,
                 serve_client,
                 token=spec.token,
+                sleeper=None if lock is None else LockedSleeper(engine, lock),
                 beside=[about_route(engine, Path(spec.model))],
             )
             starting.close()
             await serve_app(app, listener, ready=lambda: launcher.tell(Ready()))
 
         config = Config.model_validate_json(spec.config)
+        lock = device_lock(config, alone=False)
+        if lock is not None:
+            with launcher.heartbeat.doing("waits until the trainer has left its device"):
+                await lock.take()
         with ExitStack() as starting:
             # without a limit: a server that stands still is found by `come_up`
             starting.enter_context(launcher.heartbeat.doing("starts its server", limit=ENDLESS))

@@ -16,8 +16,10 @@ from midflight.engines.embedded.prefixes import PrefixRoom
 from midflight.engines.introduction import about_route
 from midflight.engines.relay import relay_steps
 from midflight.models.load import load_model
+from midflight.run.device_lock import LockedSleeper, device_lock
 from midflight.run.heartbeat import START_SECONDS
 from midflight.run.parts import (
+    TEACHER,
     EngineSpec,
     FirstWork,
     LauncherPipe,
@@ -65,6 +67,10 @@ def make_engine(config: Config, model: Path, *, name: str, version: int) -> Embe
 async def run_engine(spec: EngineSpec, launcher: LauncherPipe) -> None:
     """Decodes and serves until the launcher ends it, or the decode loop crashes."""
     config = Config.model_validate_json(spec.config)
+    lock = None if spec.name == TEACHER else device_lock(config, alone=False)
+    if lock is not None:
+        with launcher.heartbeat.doing("waits until the trainer has left its device"):
+            await lock.take()
     with launcher.heartbeat.doing(
         "loads its model", limit=START_SECONDS, heavy=True, computes=True
     ):
@@ -80,6 +86,7 @@ async def run_engine(spec: EngineSpec, launcher: LauncherPipe) -> None:
         partial(relay_steps, worked=worked),
         token=spec.token,
         scorer=engine,
+        sleeper=None if lock is None else LockedSleeper(engine, lock),
         beside=[about],
         worked=worked,
     )

@@ -18,6 +18,7 @@ from midflight.errors import ConfigError
 from midflight.observe.atomic_write import write_whole
 from midflight.observe.lines import StepLine, decode_line
 from midflight.observe.machine import MACHINE, machine
+from midflight.run.device_lock import DEVICE_LOCK
 from midflight.run.launcher import replaced_files
 from midflight.run.launcher.replaced_files import ReplacedFiles
 from midflight.trajectories.heldout import HELDOUT
@@ -43,6 +44,7 @@ PRODUCTS = (
     *(f"{STORE}{beside}" for beside in BESIDE),
     *(f"{HELDOUT}{beside}" for beside in BESIDE),
     "published",
+    DEVICE_LOCK,
     "view.json",
 )
 DRAFTS = (

@@ -10,6 +10,7 @@ import msgspec
 from midflight.run.api import worker_wire as wire
 from midflight.run.api.membership import EngineAddress
 from midflight.run.api.membership_client import MembershipClient
+from midflight.run.api.service import LIFE, PREFIX, DeviceOwner
 from midflight.run.launcher.ring_context import RingContext
 from midflight.run.parts import PartLost
 from midflight.run.places.port import PartFailed
@@ -36,6 +37,18 @@ class GatewayClient:
         with suppress(PartLost):
             async with self._http(url) as http:
                 await http.call("POST", wire.SPARED_PATH, said, seconds=seconds)
+
+    async def trainer_gone(self, life: int) -> None:
+        """Tells the gateway that the trainer of that life has ended with all its ranks, so that
+        engines which sleep for it wake. Waits for them, `stall_seconds` at most: the next trainer
+        would find them asleep or on their way.
+        """
+        seconds = self._context.config.run.stall_seconds
+        said = msgspec.json.encode({"of": DeviceOwner.ENGINES.value})
+        headers = {LIFE: str(life)}
+        with suppress(PartLost):
+            async with self._http(self._context.gateway) as http:
+                await http.call("POST", f"{PREFIX}/turn", said, headers=headers, seconds=seconds)
 
     def _http(self, url: str) -> HttpClient:
         return HttpClient(url, lost=PartLost, token=self._context.control_token)

@@ -42,6 +42,7 @@ class TrainerRanks:
         self._watchdog = watchdog
         self._resume = resume
         self._came_up = False
+        self._life = 0
         self._taken: Sequence[Place] = ()
         """The places of the ranks, the first rank's first."""
 
@@ -64,6 +65,7 @@ class TrainerRanks:
         """Waits for the end of the first rank, which is the trainer's. The others end with it, and
         if one fails all do.
         """
+        self._life = life
         for place in self._taken:  # of an earlier life
             place.close()
         self._taken = await self._context.places.take_all(
@@ -93,7 +95,15 @@ class TrainerRanks:
         self._came_up = False
         self._watchdog.weights_lost()
         await self._context.children.stop(seconds=0.0, only=ProcessKind.TRAINER)
+        if self._context.config.engine.takes_turns:
+            await self._wake_engines()
         self._context.say(msgspec.structs.replace(restart, error=f"{restart.error}\n{STAYS}"))
+
+    async def _wake_engines(self) -> None:
+        # few runs need it, and it imports an HTTP client
+        from midflight.run.launcher.gateway_client import GatewayClient
+
+        await GatewayClient(self._context).trainer_gone(self._life)
 
     async def _rank(self, spec: TrainerSpec, place: Place) -> None:
         trainer = await self._context.children.start(

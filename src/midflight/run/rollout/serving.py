@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, cast
 
 from midflight.config.bounds import RolloutBound, rollout_bound
 from midflight.config.sections import Config
@@ -26,10 +26,11 @@ from midflight.gateway.answers.plan import EngineLimits
 from midflight.gateway.fleet.fleet import EngineState, Fleet
 from midflight.gateway.fleet.health import HealthWatch
 from midflight.gateway.http.control import Control
-from midflight.ports import Engine, Sessions
+from midflight.ports import Engine, Sessions, Sleeper
 from midflight.run.heartbeat import BEAT_SECONDS
 from midflight.run.rollout.capacity import Capacity
 from midflight.run.rollout.rollouts import TokenFates
+from midflight.run.rollout.turns import Turns
 from midflight.run.rollout.version_followers import ShardRole, VersionFeed, VersionFollower
 from midflight.stopwatch import LoopDelay, Stopwatch
 from midflight.text.formats import MessageFormat
@@ -133,7 +134,9 @@ class Serving:
         self.version_follower: VersionFollower | None = None
         if shares:
             self._share(config.run.stall_seconds)
-        self.rejoin = Rejoin(self.fleet, self.version_follower or self.handover)
+        self.turns = self._taking_turns(config, engines)
+        readmission = self.version_follower or self.turns or self.handover
+        self.rejoin = Rejoin(self.fleet, readmission)
         self.capacity = Capacity(config, self.fleet)
         self.gateway = Gateway(
             self.generator,
@@ -253,6 +256,16 @@ class Serving:
             commit_seconds=config.weights.commit_seconds,
             record=record,
         )
+
+    def _taking_turns(self, config: Config, engines: Sequence[Engine]) -> Turns | None:
+        """The turns of these engines and the trainer, if they share devices in turns. Engines that
+        join later are elsewhere.
+        """
+        if not config.engine.takes_turns:
+            return None
+        sleepers = {engine.name: cast(Sleeper, engine) for engine in engines}
+        seconds = max(config.weights.stage_seconds, config.weights.commit_seconds)
+        return Turns(self.fleet, sleepers, self.handover, seconds=seconds)
 
     def rollout_bound(self) -> RolloutBound:
         """Returns the last bound on a rollout, from the rates measured so far."""

@@ -169,6 +169,9 @@ class RolloutStanding:
         return far, now
 
     def _absences(self) -> tuple[Absence, ...]:
+        turns = self._serving.turns
+        if turns is not None and turns.is_trainers:
+            self._absent = {}  # no engine can come back now
         absent: dict[str, Absence] = {}
         for state in self._serving.states():
             if state.error is None:

@@ -29,9 +29,9 @@ from midflight.environments.posted import PostedTasks
 from midflight.environments.rows import Columns
 from midflight.environments.sources import Source
 from midflight.environments.tasks import TaskStream
-from midflight.errors import OutOfTurn, StoreFailed
+from midflight.errors import OutOfTurn, RequestRejected, StoreFailed
 from midflight.observe.status import Phase
-from midflight.run.api.service import CopyAnswer
+from midflight.run.api.service import CopyAnswer, DeviceOwner
 from midflight.run.api.teacher import Teacher
 from midflight.run.parts import serve_while
 from midflight.run.rollout.evaluations import Evaluations, Phases
@@ -187,6 +187,7 @@ class RolloutSystem:
         self._writer = StoreWriter(store)
         self._gateway = serving.gateway
         self._handover = serving.handover
+        self._turns = serving.turns
         self._gateway.on_turn = self.record
         self._ages = GroupAges(serving.gateway)
         self._lending = Lending(serving.fleet, lent_engine(config.engine))
@@ -417,9 +418,31 @@ class RolloutSystem:
         return CopyAnswer()
 
     async def publish(self, manifest: WeightManifest) -> None:
-        async with self._evaluations.making_way():
+        async def deliver() -> None:
             await self._handover.publish(manifest)
             self._evaluations.published(manifest.version)
+
+        async with self._evaluations.making_way():
+            if self._turns is None:
+                await deliver()
+            else:
+                await self._turns.to_engines(deliver)
+
+    async def turn(self, of: DeviceOwner) -> None:
+        """Waits as `Turns` does. Before the trainer's turn it waits for an evaluation that no
+        version may overtake.
+        """
+        if self._turns is None:
+            raise RequestRejected(
+                'turns are for engines that sleep while the trainer steps; set engine.share = "time" '
+                "or do not ask for one.",
+                param="of",
+            )
+        if of is DeviceOwner.ENGINES:
+            await self._turns.to_engines()
+            return
+        async with self._evaluations.making_way():
+            await self._turns.to_trainer()
 
     async def checkpointed(self, version: Version) -> None:
         self.record(facts.Checkpointed(version))

@@ -10,7 +10,7 @@ from typing import Protocol, Self, TypeVar
 
 import msgspec
 
-from midflight.run.api.service import CopyAnswer, RolloutService, WentOn
+from midflight.run.api.service import CopyAnswer, DeviceOwner, RolloutService, WentOn
 from midflight.trajectories.packing import merged
 from midflight.types import PackedBatch, Version, WeightManifest
 from midflight.types.facts import Stepped
@@ -79,6 +79,10 @@ class ShardedRollouts:
 
     async def publish(self, manifest: WeightManifest) -> None:
         await self._shards[0].publish(manifest)
+
+    async def turn(self, of: DeviceOwner) -> None:
+        """The first hands versions over, and alone knows when engines sleep."""
+        await self._shards[0].turn(of)
 
     async def checkpointed(self, version: Version) -> None:
         await self._all(lambda shard: shard.checkpointed(version))

@@ -61,11 +61,19 @@ class Publish(msgspec.Struct, frozen=True, tag=True):
     released: tuple[Version, ...]
 
 
+class TakeDevice(msgspec.Struct, frozen=True, tag=True):
+    """An order to bring moments and gradients to the device."""
+
+
+class LeaveDevice(msgspec.Struct, frozen=True, tag=True):
+    """An order to move moments and gradients to host memory."""
+
+
 class End(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-Deed = Step | Load | Stage | Gather | Publish | End
+Deed = Step | Load | Stage | Gather | Publish | TakeDevice | LeaveDevice | End
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Deed).decode
 
@@ -207,6 +215,18 @@ class Team:
         write = _writing(self._trainer, self._checkpoints, keep=self._keep, wire=self._wire)
         return partial(write, beside=beside)
 
+    @together()
+    def take_device(self) -> None:
+        self._wire.say(TakeDevice())
+        self._trainer.take_device()
+
+    @together()
+    def leave_device(self) -> None:
+        """Returns when every rank has left, so that others may have the devices."""
+        self._wire.say(LeaveDevice())
+        self._trainer.leave_device()
+        self._wire.gather(b"left")
+
     def weights(self) -> dict[str, Tensor]:
         """The tensors to hand over, as this rank has them: it has only its rows of those that ranks
         share. They share the model's storage.
@@ -281,7 +301,7 @@ async def follow(
 
 @together()
 def _done(
-    deed: Step | Load | Stage | Gather | Publish,
+    deed: Step | Load | Stage | Gather | Publish | TakeDevice | LeaveDevice,
     trainer: PolicyTrainer,
     checkpoints: Path,
     keep: int,
@@ -299,6 +319,11 @@ def _done(
             _collected(trainer, deed, {})
         case Publish():
             _published(trainer, wire, deed)
+        case TakeDevice():
+            trainer.take_device()
+        case LeaveDevice():
+            trainer.leave_device()
+            wire.gather(b"left")
     return None
 
 

@@ -34,7 +34,8 @@ from midflight.models.proof import SMALL
 from midflight.models.sizes import sizes_of
 from midflight.observe.activity import WorkBelow
 from midflight.run.api.rollout_client import RolloutClient
-from midflight.run.api.service import WentOn
+from midflight.run.api.service import DeviceOwner, WentOn
+from midflight.run.device_lock import DeviceLock, device_lock
 from midflight.run.heartbeat import START_SECONDS
 from midflight.run.parts import Alarm, LauncherPipe, ModelReady, TrainerSpec
 from midflight.run.trainer.shards import ShardedRollouts
@@ -143,16 +144,43 @@ async def run_trainer(spec: TrainerSpec, launcher: LauncherPipe) -> None:
         launcher.heartbeat.work = WorkBelow(seconds=config.run.stall_seconds / LOOKS)
     run = Path(config.run.folder)
     published = PublishedVersions(run / "published")
+    lock = device_lock(config, alone=True)
     with launcher.heartbeat.doing("begins", limit=START_SECONDS, heavy=True):
         found: list[str] = []
-        team, resumed, over = await _ready(config, spec, launcher, published, found.append)
+        team, resumed, over = await _begun(config, spec, launcher, published, found.append, lock)
     launcher.tell(ModelReady(str(run / "start"), team.version, resumed, tuple(found)))
-    await _train(config, team, spec, published, launcher, over=over)
+    await _train(config, team, spec, published, launcher, lock, over=over)
     with launcher.heartbeat.doing(
         "exports its model", limit=START_SECONDS, heavy=True, computes=True
     ):
         await asyncio.to_thread(_export, config, team, run / "model", merged=True)
         await asyncio.to_thread(team.end)
+
+
+async def _begun(
+    config: Config,
+    spec: TrainerSpec,
+    launcher: LauncherPipe,
+    published: PublishedVersions,
+    keep: Callable[[str], None],
+    lock: DeviceLock | None,
+) -> tuple[Team, Version | None, bool]:
+    """Returns what `_ready` does. A trainer that begins beside engines that generate, with which it
+    takes turns, has a turn for its beginning.
+    """
+    if lock is None or not spec.life:
+        begun = await _ready(config, spec, launcher, published, keep)
+        if lock is not None:
+            await asyncio.to_thread(begun[0].leave_device)
+        return begun
+    async with _service(spec) as service:
+        await service.turn(DeviceOwner.TRAINER)
+        await lock.take()
+        begun = await _ready(config, spec, launcher, published, keep)
+        await asyncio.to_thread(begun[0].leave_device)
+        lock.leave()
+        await service.turn(DeviceOwner.ENGINES)
+    return begun
 
 
 async def _ready(
@@ -458,6 +486,26 @@ def _adapters(config: Config, model: PreTrainedModel) -> LoraConfig | None:
     return lora_config(model, rank=lora.rank, alpha=lora_alpha(lora), targets=lora.targets)
 
 
+class DeviceTurns:
+    """Implements `TrainerTurns`."""
+
+    def __init__(
+        self, team: Team, service: RolloutClient | ShardedRollouts, lock: DeviceLock
+    ) -> None:
+        self._team = team
+        self._service = service
+        self._lock = lock
+
+    async def begin(self) -> None:
+        await self._service.turn(DeviceOwner.TRAINER)
+        await self._lock.take()
+        await asyncio.to_thread(self._team.take_device)
+
+    async def end(self) -> None:
+        await asyncio.to_thread(self._team.leave_device)
+        self._lock.leave()
+
+
 class ModelWeights:
     """The trainer's `WeightsOutlet`: every version is noted before its bytes can reach an engine.
 
@@ -535,6 +583,7 @@ async def _train(
     spec: TrainerSpec,
     published: PublishedVersions,
     launcher: LauncherPipe,
+    lock: DeviceLock | None,
     *,
     over: bool,
 ) -> None:
@@ -588,6 +637,7 @@ async def _train(
                 heartbeat=launcher.heartbeat,
                 handover_seconds=handover_seconds,
                 chain=team.chain,
+                turns=None if lock is None else DeviceTurns(team, service, lock),
             )
             if team.num_steps == 0:
                 # A crash in the first steps goes back to this: the warm start is not made twice.

@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from midflight.run.api.service import RolloutService
+from midflight.run.api.service import DeviceOwner, RolloutService
 from midflight.run.heartbeat import Heartbeat
 from midflight.types import PackedBatch, Version, WeightManifest
 from midflight.types.digests import StepChain
@@ -74,6 +74,18 @@ class WeightsOutlet(Protocol):
         ...
 
 
+class TrainerTurns(Protocol):
+    """The trainer's turns on the devices that engines have in between."""
+
+    async def begin(self) -> None:
+        """Waits until all engines sleep, and takes the devices."""
+        ...
+
+    async def end(self) -> None:
+        """Leaves the devices, but for the weights. The engines wake when they are told."""
+        ...
+
+
 class TrainingLoop:
     """Steps while generation goes on.
 
@@ -82,6 +94,9 @@ class TrainingLoop:
     a slow engine slows the trainer before it falls behind without bound. With `publish_every` k
     only every k-th version is handed over, and the last. A version's bytes stay until the next one
     is live everywhere, so that an engine which restarts can always fetch the current version.
+
+    With `turns` engines sleep during each step, and the loop waits for the handover, by which they
+    wake, before it begins the next.
 
     The loop waits while a checkpoint is copied. It is written beside the steps after it, one at a
     time: a disk slower than the checkpoints slows the trainer before copies fill the memory.
@@ -102,6 +117,7 @@ class TrainingLoop:
         heartbeat: Heartbeat | None = None,
         handover_seconds: float = 0.0,
         chain: StepChain | None = None,
+        turns: TrainerTurns | None = None,
     ) -> None:
         """`heartbeat` gets work and waits, and a handover with the `handover_seconds` that it may
         take. Steps are added to `chain`, if there is one.
@@ -113,6 +129,7 @@ class TrainingLoop:
         self._outlet = outlet
         self._service = service
         self._steps = steps
+        self._turns = turns
         self._prefetch = prefetch
         self._stop_at_reward = stop_at_reward
         self._stage = stage
@@ -137,6 +154,8 @@ class TrainingLoop:
                 self._chain.begin(first.fingerprint)
             handovers = deque([tasks.create_task(self._hand_over(first))])
             told = handovers[-1]
+            if self._turns is not None:
+                await told
             unpublished = 0
             written: asyncio.Task[None] | None = None
             while not self._over():
@@ -146,19 +165,26 @@ class TrainingLoop:
                     batch = await drawn
                 if self._prefetch and self._trainer.num_steps + 1 < self._steps:
                     drawn = tasks.create_task(self._service.take(batch.train_version + 1))
+                if self._turns is not None:
+                    with self._doing("waits until engines sleep", whom="rollout"):
+                        await self._turns.begin()
                 done = await self._step(batch)
                 unpublished += 1
                 if unpublished == self._publish_every or self._over():
                     unpublished = 0
                     await self._freed(handovers)
                     manifest = await self._publish()
+                    await self._end_turn()
                     done = await self._chained(done, batch, weights=manifest.fingerprint)
                     told = tasks.create_task(self._hand_over(manifest, done, after=handovers[-1]))
                     handovers.append(told)
                 else:
                     self._outlet.pass_over(done.version)
+                    await self._end_turn()
                     done = await self._chained(done, batch, weights="")
-                    told = tasks.create_task(self._report(done))
+                    told = tasks.create_task(self._report_alone(done))
+                if self._turns is not None:
+                    await told
                 if not self._prefetch and not self._over():
                     drawn = tasks.create_task(self._service.take(self._trainer.version))
                 if self._save_every and self._trainer.num_steps % self._save_every == 0:
@@ -214,6 +240,18 @@ class TrainingLoop:
         if len(handovers) == MAX_HANDOVERS:
             with self._doing("waits for the handover before the last", whom="rollout"):
                 await handovers.popleft()
+
+    async def _end_turn(self) -> None:
+        """Waits for the trainer to leave the devices, if they are shared in turns."""
+        if self._turns is not None:
+            with self._doing("leaves its devices", limit=DISK_SECONDS, computes=True):
+                await self._turns.end()
+
+    async def _report_alone(self, done: Stepped) -> None:
+        """Reports a step whose version is not handed over. Engines that sleep wake as they were."""
+        await self._report(done)
+        if self._turns is not None:
+            await self._service.turn(DeviceOwner.ENGINES)
 
     async def _report(self, done: Stepped) -> None:
         """Waits for the reports of the steps before."""

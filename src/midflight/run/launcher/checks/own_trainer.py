@@ -22,6 +22,12 @@ def own_trainer(plan: Plan) -> Iterator[Finding]:
             "engine.lend lends what our trainer computes on, and here another trains. Remove it, "
             "or raise engine.count.",
         )
+    if config.engine.takes_turns:
+        yield error(
+            "rollouts",
+            'engine.share = "time" has engines sleep while our trainer steps, and here another '
+            "trains. Remove it.",
+        )
     if config.model.path is None:
         yield error(
             "rollouts",
