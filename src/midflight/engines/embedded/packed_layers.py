@@ -44,11 +44,11 @@ class _PackedLayer:
     layer: nn.Linear
     packed: Tensor
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, input: Tensor) -> Tensor:
         """[..., in] -> [..., out]. One row is multiplied as ever: MKL takes no longer for it."""
-        if x.numel() == x.shape[-1]:
-            return linear(x, self.layer.weight, self.layer.bias)
-        return _multiplied(x, self.packed, self.layer.bias)
+        if input.numel() == input.shape[-1]:
+            return linear(input, self.layer.weight, self.layer.bias)
+        return _multiplied(input, self.packed, self.layer.bias)
 
 
 class PackedLayers:

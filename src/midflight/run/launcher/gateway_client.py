@@ -47,7 +47,7 @@ class GatewayClient:
         said = msgspec.json.encode({"of": DeviceOwner.ENGINES.value})
         headers = {LIFE: str(life)}
         with suppress(PartLost):
-            async with self._http(self._context.gateway) as http:
+            async with self._http(self._context.gateways[0]) as http:
                 await http.call("POST", f"{PREFIX}/turn", said, headers=headers, seconds=seconds)
 
     def _http(self, url: str) -> HttpClient:
