@@ -7,6 +7,7 @@ import pytest
 from midflight.config import load_config
 from midflight.config.loss import loss_of
 from midflight.config.notes import notes
+from midflight.config.run import RunSection
 from midflight.errors import ConfigError
 
 
@@ -22,6 +23,11 @@ from midflight.errors import ConfigError
         ),
         (["gateway.shards=16"], "gateway.shards is 16, and more than 11 stores can't be read as one"),
         (["gateway.shards=2", "environment.entry=midflight.environments.claimed:claimed"], "rollouts that are claimed go to one gateway"),
+        (
+            ["run.keep_trajectories=30 days"],
+            "run.keep_trajectories is '30 days'; write 'all', a time such as '12h' or '30d', or a size such",
+        ),
+        (["run.keep_trajectories=0GB"], "run.keep_trajectories is '0GB'; write 'all'"),
         (["rollout.min_group_size=9"], "rollout.min_group_size (9) is more than rollout.group_size (8)"),
         (
             ["weights.every=6"],
@@ -177,3 +183,11 @@ def test_the_synchronous_loop_is_announced() -> None:
 )
 def test_a_surprise_gets_a_note(override: str, expected: str) -> None:
     assert any(expected in note for note in notes(load_config(None, [override])))
+
+
+@pytest.mark.parametrize(
+    ("kept", "bounds"),
+    [("all", None), ("12h", (None, 43_200)), ("30d", (None, 2_592_000)), ("500GB", (500 * 1024**3, None)), ("2TB", (2 * 1024**4, None))],
+)
+def test_trajectories_are_kept_by_age_or_by_size(kept: str, bounds: tuple[int | None, int | None] | None) -> None:
+    assert RunSection(keep_trajectories=kept).kept_trajectories == bounds

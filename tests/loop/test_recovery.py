@@ -6,15 +6,18 @@ import asyncio
 import random
 import shutil
 import sqlite3
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from midflight.testing.ring import SimulatedTrainer, SlowSteps
 from midflight.testing.virtual_time import run_virtual
+from midflight.trajectories import segments
 from midflight.trajectories.database import State
 from midflight.trajectories.segments import SEGMENTS, place_of
 from midflight.types import Batch, PackedBatch, Reason, Version
@@ -202,3 +205,20 @@ def test_a_group_that_the_disk_has_damaged_begins_again_with_an_alarm_and_is_tra
     assert damaged == (State.DROPPED, Reason.DAMAGED)
     assert again[0] is State.TRAINED
     assert {(key.group.epoch, key.group.index, key.group.attempt) for key in second.site.received} >= {(epoch, index, attempt + 1)}
+
+
+def test_a_run_that_keeps_an_hour_removes_what_training_does_not_need_and_trains_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 1)
+    monkeypatch.setattr(segments, "time", SimpleNamespace(time=lambda: time.time() + 7200))
+    life = Life(tmp_path, 3, staleness=1, version=0, checkpoint=None, steps=12)
+    run = life.site.config.run.model_copy(update={"keep_trajectories": "1h"})
+    life.site.config = life.site.config.model_copy(update={"run": run})
+    assert run_virtual(life.run(None, tmp_path), seed=3)
+    removed = len(list((tmp_path / SEGMENTS).glob("*.removed")))
+    left = len(list((tmp_path / SEGMENTS).glob("*.segment")))
+    assert removed > 20 and left < 10, "each rollout has a segment of its own"
+    assert len(life.trainer.batches) == 12
+    with sqlite3.connect(tmp_path / "store.sqlite") as file:
+        assert file.execute("SELECT COUNT(*) FROM seals WHERE event = 'rollout'").fetchone()[0] >= removed
