@@ -238,6 +238,7 @@ def test_what_is_on_the_device_at_each_moment_of_a_turn_is_within_the_dry_runs_e
         within(config, Moment.GENERATE, partial(engine.generate_all, REQUESTS[:2]))
         engine._scheduler.pause(PauseMode.ABORT)
         engine._fall_asleep()
+        engine._fall_asleep()
         assert weights <= resident.now <= weights + BUFFERS, "the trainer's weights alone"
         peak = within(config, Moment.STEP, partial(step_in_its_turn, ours, turn))
         assert peak >= 4 * weights, "gradients and two moments beside them"

@@ -75,8 +75,9 @@ class EngineWeights:
         with self._staging:
             self._staged = None
             self._replaced = {}, {}
+            moved = {id(tensor) for tensor, _ in self._on_host}
             for tensor in _all_tensors(self._model):
-                if tensor.device.type != "cpu" and tensor.numel():
+                if tensor.device.type != "cpu" and id(tensor) not in moved:
                     self._on_host.append((tensor, in_host_memory(tensor)))
                     tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 

@@ -398,7 +398,7 @@ class ServerEngine:
                 )
             for running in list(self._running):
                 self._end_here(running)
-            if self._asleep < _ALL_PARTS:
+            if _ALL_PARTS - self._asleep:
                 for part in sorted(self._asleep):  # a server that sleeps in part may not sleep
                     await self._server.wake(self._client, part)
             self._asleep |= _ALL_PARTS
