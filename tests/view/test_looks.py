@@ -177,9 +177,11 @@ def test_a_version_has_one_colour_on_every_page(address: str, look: Look) -> Non
 
 def test_the_reward_is_drawn_on_the_first_screen_of_a_laptop_above_the_figures(address: str, look: Look) -> None:
     page = opened(look, f"{address}/run/looks/run", size=LAPTOP)
-    page.wait_for_selector("canvas")
+    reward = page.locator('[data-test="chart Reward by source"] svg').first
+    expect(reward).to_be_visible()
     top = "e => e.getBoundingClientRect().top"
-    drawn, figures = page.locator("canvas").first.evaluate(top), page.locator(".facts").first.evaluate(top)
+    drawn = reward.evaluate(top)
+    figures = page.locator(".facts").first.evaluate(top)
     assert drawn < LAPTOP["height"] and drawn < figures
 
 
