@@ -88,7 +88,9 @@ def main() -> None:
     arguments.option("--steps", 60, smoke=2, help="optimiser steps of every run")
     arguments.option("--seeds", [0, 1, 2], smoke=[0])
     arguments.option("--only", [], smoke=["async-1"], metavar="NAME", help="rows of the table")
-    arguments.option("--write-docs", False, help="put table and picture into docs/")
+    arguments.option(
+        "--write-docs", False, help="put the table into NOTES.md, the picture into docs/"
+    )
     arguments.option("--folder", Path("runs/learning"), smoke=Path("runs/smoke/learning"))
     arguments.option("--set", [], smoke=[*SMALL], metavar="OPTION", help="of every run")
     arguments.gone("--resume-from", "the same command goes on where it was interrupted")
@@ -118,10 +120,8 @@ def main() -> None:
     report.keep("table", shown)
     write_picture(outcomes, folder / "learning.svg")
     if options.write_docs:
-        page = ROOT / "docs" / "benchmarks.md"
-        picture = Path("images/learning.svg")
-        replace_between(page, "learning", f"![Score and reward over time]({picture})\n\n{shown}")
-        write_picture(outcomes, page.parent / picture)
+        replace_between(ROOT / "benchmarks" / "NOTES.md", "learning", shown)
+        write_picture(outcomes, ROOT / "docs" / "images" / "learning.svg")
     report.close()
 
 

@@ -443,17 +443,22 @@ def _not_read() -> Iterator[str]:
         "\n## Passed over\n\nThey cannot change the text. The head of the answer names them "
         "(`x-midflight-ignored`), and `midflight_ignored_fields` counts them.\n"
     )
+    general: list[str] = []
     alike: dict[str, dict[str, None]] = {}
     harmless: dict[str, dict[str, None]] = {}
     for name, reason, strict in _passed_over():
-        alike.setdefault(reason, {})[f"`{name}`"] = None
+        if "." in name:
+            alike.setdefault(reason, {})[f"`{name}`"] = None
+        else:
+            general.append(f"`{name}`")
         harmless.setdefault(strict, {})[f"`{name}`"] = None
     yield (
         "With `gateway.strict` they are refused, but for "
         f"{', '.join(harmless['passed over'])}, and in messages "
         f"{', '.join(harmless['passed over in messages'])}.\n\n"
     )
-    yield "| fields | why |\n|---|---|\n"
+    yield f"Of requests: {', '.join(general)}.\n\n"
+    yield "| fields inside others | why |\n|---|---|\n"
     for reason, names in alike.items():
         yield _row(", ".join(names), reason)
     yield (
@@ -478,19 +483,14 @@ def _not_read() -> Iterator[str]:
 
 
 def _errors() -> Iterator[str]:
-    """By status and code, each with the class that has it; two of one code are one row."""
-    yield (
-        "\n## Errors\n\nEach code stands for classes of [errors.py](../src/midflight/errors.py). Where trying "
-        "again can help there is `Retry-After`.\n\n"
-    )
-    yield "| status | `code` | errors | worth trying again |\n|---|---|---|---|\n"
-    found: dict[tuple[int, str, bool], list[str]] = {}
+    """By status, and by whether trying again can help."""
+    yield "\n## Errors\n\nWhere trying again can help there is `Retry-After`.\n\n"
+    yield "| status | `code` | worth trying again |\n|---|---|---|\n"
+    found: dict[tuple[int, bool], set[str]] = {}
     for error in _answered(MidflightError):
-        found.setdefault((error.status, error.code, error.retryable), []).append(
-            f"`{error.__name__}`"
-        )
-    for (status, code, retryable), names in sorted(found.items()):
-        yield _row(str(status), f"`{code}`", ", ".join(names), "yes" if retryable else "")
+        found.setdefault((error.status, error.retryable), set()).add(f"`{error.code}`")
+    for (status, retryable), codes in sorted(found.items()):
+        yield _row(str(status), ", ".join(sorted(codes)), "yes" if retryable else "")
 
 
 def _answered(error: type[MidflightError]) -> Iterator[type[MidflightError]]:

@@ -122,20 +122,14 @@ def table(config: type[TrainingArguments], other: type[TrainingArguments] | None
     meanings = _meanings(config)
     known = {} if other is None else _meanings(other)
     own = {name: found for name, found in meanings.items() if known.get(name) != found}
-    parts = [
-        ("", "here", MAPPED),
-        ("Refused, unless it has its default:", "remedy", REFUSED),
-        (
-            "Without effect; where one is set away from its default, a warning says so:",
-            "why",
-            IDLE,
-        ),
+    lines = ["| option | here |", "|---|---|", *_rows(own, MAPPED), ""]
+    lines += ["Refused, unless it has its default:", ""]
+    lines += ["| option | remedy |", "|---|---|", *_rows(own, REFUSED), ""]
+    idle = ", ".join(f"`{name}`" for name, (kind, _) in own.items() if kind == IDLE)
+    lines += [
+        f"Without effect, named by a warning where one is set (the `--help` of a script says why): {idle}."
     ]
-    lines: list[str] = []
-    for heading, column, kind in parts:
-        lines += [heading, ""] if heading else []
-        lines += [f"| option | {column} |", "|---|---|", *_rows(own, kind), ""]
-    return "\n".join(lines).strip()
+    return "\n".join(lines)
 
 
 def _meanings(config: type[TrainingArguments]) -> dict[str, tuple[str, str]]:
@@ -157,13 +151,12 @@ def _rows(meanings: Mapping[str, tuple[str, str]], kind: str) -> list[str]:
 
 
 def losses() -> str:
-    """What each `loss_type` is here, with the test that compares it with trl's own numbers."""
-    rows = ["| `loss_type` | `objective.kind` | `objective.reduction` | compared as |"]
-    rows.append("|---|---|---|---|")
+    """What each `loss_type` is here."""
+    rows = ["| `loss_type` | `objective.kind` | `objective.reduction` |", "|---|---|---|"]
     for name, loss in LOSS_TYPES.items():
-        rows.append(f"| `{name}` | `{loss.kind}` | `{loss.reduction}` | `{loss.oracle}` |")
+        rows.append(f"| `{name}` | `{loss.kind}` | `{loss.reduction}` |")
     for name, remedy in NOT_HERE.items():
-        rows.append(f"| `{name}` | refused: {remedy} | | |")
+        rows.append(f"| `{name}` | refused: {remedy} | |")
     return "\n".join(rows)
 
 

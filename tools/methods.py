@@ -10,7 +10,7 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -92,8 +92,8 @@ INTRODUCTION = """# Methods of the SDKs
 Made by `python tools/methods.py docs/methods.md` from `openai` {openai}, `anthropic` {anthropic} and `google-genai` {google}; edit the
 sentences there.
 
-Every method of the SDKs is answered, or refused by status 404 (`not_offered`) with what to use instead. A `beta` method is answered as the one
-without `beta`.
+Every method that asks a server is answered, or refused by status 404 (`not_offered`) with what to use instead. A `beta` method is answered as the
+one without `beta`.
 
 ## Answered
 
@@ -103,17 +103,10 @@ without `beta`.
 REFUSED = """
 ## Refused
 
-All methods below a resource, but for those that are answered:
+All methods below a resource:
 
-| path | use instead | resources |
-|---|---|---|
-"""
-LOCALLY = """
-## Without a server
-
-These work on what the client has: {names}.
-
-These ask Google's cloud, so the client itself refuses them where it is given a key: {vertex}.
+| resources | use instead |
+|---|---|
 """
 
 
@@ -328,14 +321,10 @@ def page() -> str:
     parts = [INTRODUCTION.format(**versions, google=genai.__version__)]
     answered: dict[tuple[str, str], list[Method]] = {}
     refused: dict[str, list[Method]] = {}
-    local: list[str] = []
-    vertex: list[str] = []
     for method in methods():
-        if method.verb == LOCAL:
-            local.append(f"`{method.sdk}`: `{method.name}`")
-        elif method.verb == VERTEX:
-            vertex.append(f"`{method.name}`")
-        elif is_answered(method):
+        if method.verb in (LOCAL, VERTEX):
+            continue
+        if is_answered(method):
             answered.setdefault((method.verb, method.path), []).append(method)
         else:
             refused.setdefault(method.beginning, []).append(method)
@@ -343,14 +332,13 @@ def page() -> str:
         route = f"{verb} {path}".replace("{}", "…")
         parts.append(f"| `{route}` | {WORDS[verb, path]} | {_all_of(those)} |\n")
     parts.append(REFUSED)
+    partly = {name for group in answered.values() for one in group for name in _beginnings(one)}
     alike: dict[str, list[str]] = {}
     for beginning in sorted(refused):
         alike.setdefault(NOT_OFFERED[beginning], []).append(beginning)
     for instead, beginnings in alike.items():
         those = [method for beginning in beginnings for method in refused[beginning]]
-        paths = ", ".join(f"`{beginning}`" for beginning in beginnings)
-        parts.append(f"| {paths} | {instead} | {_resources_of(those)} |\n")
-    parts.append(LOCALLY.format(names=", ".join(local), vertex=", ".join(vertex)))
+        parts.append(f"| {_resources_of(those, partly)} | {instead} |\n")
     return "".join(parts)
 
 
@@ -365,14 +353,25 @@ def _all_of(those: Sequence[Method]) -> str:
     return "; ".join(f"{sdk}: {'; '.join(resources)}" for sdk, resources in found.items())
 
 
-def _resources_of(those: Sequence[Method]) -> str:
-    """The resources, by SDK, without those that are inside another one."""
+def _resources_of(those: Sequence[Method], answered: Set[str]) -> str:
+    """What is refused, by SDK: the outermost resource, or if some of that is answered the inner one,
+    or the method.
+    """
     found: dict[str, dict[str, None]] = {}
     for method in those:
         words = method.resource.split(".")
         outermost = ".".join(words[: 2 if words[0] == "beta" else 1])
-        found.setdefault(method.sdk, {})[f"`{outermost}`"] = None
+        names = (outermost, method.resource, method.name)
+        name = next(name for name in names if f"{method.sdk} {name}" not in answered)
+        found.setdefault(method.sdk, {})[f"`{name}`"] = None
     return "; ".join(f"{sdk}: {', '.join(resources)}" for sdk, resources in found.items())
+
+
+def _beginnings(method: Method) -> Iterator[str]:
+    """Every resource that it is inside of, with its SDK."""
+    words = method.resource.split(".")
+    for count in range(1, len(words) + 1):
+        yield f"{method.sdk} {'.'.join(words[:count])}"
 
 
 def refused_by(method: Method) -> str:

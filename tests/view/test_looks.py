@@ -175,6 +175,27 @@ def test_a_version_has_one_colour_on_every_page(address: str, look: Look) -> Non
     assert groups["3"].removeprefix("rgb(").removesuffix(")") in tint, "tokens that version 3 wrote"
 
 
+def test_the_reward_is_drawn_on_the_first_screen_of_a_laptop_above_the_figures(address: str, look: Look) -> None:
+    page = opened(look, f"{address}/run/looks/run", size=LAPTOP)
+    reward = page.locator('[data-test="chart Reward by source"] svg').first
+    expect(reward).to_be_visible()
+    top = "e => e.getBoundingClientRect().top"
+    drawn = reward.evaluate(top)
+    figures = page.locator(".facts").first.evaluate(top)
+    assert drawn < LAPTOP["height"] and drawn < figures
+
+
+def test_no_choice_of_the_groups_is_cut_on_a_laptop(address: str, look: Look) -> None:
+    page = opened(look, f"{address}/run/looks/groups?sort=spread", size=LAPTOP)
+    narrow = """[...document.querySelectorAll('.filters select')].filter(e => {
+        const shown = document.createElement('span'); shown.textContent = e.selectedOptions[0].textContent;
+        shown.style.font = getComputedStyle(e).font; document.body.append(shown);
+        const text = shown.getBoundingClientRect().width; shown.remove();
+        return text + 30 > e.clientWidth;
+    }).length"""
+    assert page.evaluate(narrow) == 0
+
+
 def test_the_lead_has_scores_reward_verdict_and_no_alarm_is_hidden(address: str, look: Look) -> None:
     page = opened(look, f"{address}/run/looks/run")
     lead = page.locator(".lead").first.inner_text()

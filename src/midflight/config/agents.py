@@ -17,7 +17,7 @@ class RewardSection(Section):
 
     entry: str
     """The reward function, as `module:function`. It gets what its parameters name, such as `task`,
-    `completion` or a column of the task; docs/environments.md has the list.
+    `completion` or a column of the task (docs/environments.md).
     """
     weight: float = 1.0
     """The factor of its value in the sum; below 0 it is a penalty."""
@@ -37,8 +37,8 @@ class McpSection(Section):
     """
 
     command: tuple[str, ...] = ()
-    """The command that starts it, such as `["python", "server.py"]`. It is spoken to over its
-    standard input and output.
+    """The command that starts it, such as `["python", "server.py"]`, spoken to over its standard
+    input and output.
     """
     url: str = ""
     """The address of a server that runs already, such as `http://127.0.0.1:8000/mcp`."""
@@ -49,7 +49,7 @@ class McpSection(Section):
     own, for servers with a state.
     """
     start_seconds: Seconds = 30.0
-    """How long it may take to come up; larger waits longer for one that hangs."""
+    """How long it may take to come up."""
 
     @property
     def label(self) -> str:
@@ -66,29 +66,22 @@ class SandboxSection(Section):
     kind: str = "bubblewrap"
     """bubblewrap: namespaces of this machine, without network and without our files. trusted: as
     this user, with limits and without isolation. docker, e2b, daytona, modal: a container or
-    machine of that maker (`pip install 'midflight[docker]'`, or the other's name). Or
-    `module:Class` of one's own, called with this section.
+    machine of that maker, with the extra of that name. Or `module:Class` of one's own.
     """
     image: str = ""
-    """The image of a box elsewhere: of docker, daytona or modal, by default `python:3.12-slim`; for
-    e2b a template, by default its own.
+    """The image of a box elsewhere, by default `python:3.12-slim`; for e2b a template, by default
+    its own.
     """
     seconds: Seconds = 10.0
-    """Time after which a program is ended; larger waits longer for one that hangs."""
+    """Time after which a program is ended."""
     start_seconds: Seconds = 300.0
-    """Time for a box elsewhere to start, with its image pulled. Each answer of its maker may take a
-    fifth of that. Larger bears slower links.
-    """
+    """Time for a box elsewhere to start, with its image pulled."""
     memory_mb: Positive = 512
-    """MiB that its processes may hold together; larger lets it take more. Where a control group can
-    be had, the kernel holds it; a start says where not.
-    """
+    """MiB that its processes may hold together."""
     disk_mb: Positive = 64
-    """MiB that its files may take together, which are in memory; larger lets it write more. Each
-    folder of a task of Harbor has as much again.
-    """
+    """MiB that its files may take together, which are in memory."""
     processes: Positive = 32
-    """Processes and threads at once; larger lets it start more."""
+    """Processes and threads at once."""
     network: bool = False
     """Whether it reaches the network of the machine on which it runs."""
 
@@ -104,5 +97,5 @@ class UntrackedSection(Section):
     """The variable of the environment that holds its key; empty sends none."""
     engines: Count = 0
     """Engines of the run that keep the weights they began with and answer nothing else; larger
-    answers sooner, and leaves fewer for the policy.
+    leaves fewer for the policy.
     """

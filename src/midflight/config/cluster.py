@@ -12,20 +12,18 @@ class ClusterSection(Section):
     """
 
     kind: Literal["local", "ray"] = "local"
-    """`local`: all on this machine. `ray`: on the machines of a Ray cluster, which gives them their
-    places and says which machines live.
-    """
+    """`local`: all on this machine. `ray`: on the machines of a Ray cluster."""
     address: str = "auto"
     """The address of the cluster, such as `10.0.0.5:6379` or `ray://...`. `auto` finds the cluster
-    that this machine belongs to, and `start` starts one on this machine alone.
+    of this machine, and `start` starts one on this machine alone.
     """
     token_file: Path | None = None
     """The file with Ray's authentication token, such as `~/.ray/auth_token`. Without a token,
     anyone who reaches the cluster can run anything on it.
     """
     engine: dict[str, NonNegative] | None = None
-    """The resources of one engine's seat, such as `{ GPU = 4, CPU = 8 }`; larger fits on fewer
-    machines. Default: by `engine.device`, `engine.threads` and the tensor-parallel size.
+    """The resources of one engine's seat, such as `{ GPU = 4, CPU = 8 }`. Default: by
+    `engine.device`, `engine.threads` and the tensor-parallel size.
     """
     trainer: dict[str, NonNegative] | None = None
     """The resources of one trainer rank's seat. Default: by `trainer.device` and
@@ -37,21 +35,17 @@ class ClusterSection(Section):
     """
     engines_min: Positive | None = None
     """The run starts when so many engines have a seat; the others join when there are machines.
-    Larger waits longer. Default: all of `engine.count`.
+    Default: all of `engine.count`.
     """
     lost_seconds: Seconds = 20.0
-    """The parts of a machine count as dead after so long without news from it; larger bears longer
-    breaks of the network.
-    """
+    """The parts of a machine count as dead after so long without news from it."""
     autoscaler: bool = False
-    """Machines come when a seat is waited for, as with an autoscaler or a queue. Without this
-    option a cluster that is too small for the parts is refused.
+    """Machines come when a seat is waited for, as with an autoscaler or a queue. Else a cluster
+    that is too small is refused.
     """
     wait_seconds: Seconds = 1800.0
-    """The run waits so long for a seat that it needs; then it ends. Larger gives machines more time
-    to come.
-    """
+    """The run waits so long for a seat that it needs; then it ends."""
     variables: tuple[str, ...] = ()
-    """Names of environment variables of the launcher that the parts get on other machines too, such
-    as `HF_HOME`.
+    """Environment variables of the launcher that the parts get on other machines too, such as
+    `HF_HOME`.
     """

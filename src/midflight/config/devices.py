@@ -27,17 +27,13 @@ class ServerSection(Section):
     host: str = ""
     """Address of the machine of the cluster that it is to be on. Default: any with room."""
     devices: tuple[Count, ...] = ()
-    """Numbers of its GPUs on this machine, as many as the sizes below ask for. Default: what is
-    free. On a cluster Ray chooses.
-    """
+    """Numbers of its GPUs on this machine. Default: what is free. On a cluster Ray chooses."""
     tensor_parallel: Positive = 1
-    """GPUs over which a server shares each layer; larger fits a larger model, and answers
-    sooner.
-    """
+    """GPUs over which a server shares each layer."""
     pipeline_parallel: Positive = 1
-    """Groups of those, each with a share of the layers; larger fits a larger model."""
+    """Groups of those, each with a share of the layers."""
     data_parallel: Positive = 1
-    """Copies of all that in one server; larger serves more requests at once."""
+    """Copies of all that in one server."""
 
     @property
     def world_size(self) -> int:

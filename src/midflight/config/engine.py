@@ -14,20 +14,20 @@ _URL = re.compile(r"https?://[^\s/?#@]+/?")
 
 class EngineSection(Section):
     kind: Literal["embedded", "vllm", "sglang"] = "embedded"
-    """Which inference server generates: our own, or one of other people, in an environment of its
+    """Which inference server generates: our own, or one of other people in an environment of its
     own (`make engines`).
     """
     count: Positive = 1
-    """Engine processes; larger generates more when there are cores for it. With `urls` or `servers`
-    it is their number.
+    """Engine processes, where there are cores for them. With `urls` or `servers` it is their
+    number.
     """
     python: Path | None = None
-    """Interpreter of the environment that the server is installed in. Default
-    `.venv-vllm/bin/python` or `.venv-sglang/bin/python`.
+    """Interpreter of the server's environment. Default `.venv-vllm/bin/python` or
+    `.venv-sglang/bin/python`.
     """
     urls: tuple[str, ...] = ()
-    """Addresses of servers that run already, such as `http://127.0.0.1:30000`. They are attached,
-    and none is started or stopped.
+    """Addresses of servers that run already, such as `http://127.0.0.1:30000`. None is started or
+    stopped.
     """
     arguments: tuple[str, ...] = ()
     """Further words for the server's command line, after ours, such as
@@ -35,7 +35,7 @@ class EngineSection(Section):
     """
     start_seconds: Seconds = 180.0
     """A server that starts is given up if it neither computes nor reads for so long, one of `urls`
-    if it does not answer. Larger waits longer for one that hangs.
+    if it does not answer.
     """
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Precision that engines serve in, and that weights travel in; `auto` is `model.dtype`. Smaller
@@ -44,8 +44,8 @@ class EngineSection(Section):
     max_running: Positive = 64
     """Requests decoded together; larger is faster per token and slower per request."""
     max_batch_tokens: Positive = 2048
-    """Prompt and decode tokens of one engine step; larger prefills faster and makes steps longer,
-    and takes more memory.
+    """Prompt and decode tokens of one engine step; larger prefills faster, makes steps longer, and
+    takes more memory.
     """
     threads: Positive = 1
     """CPU threads of one engine process; more than the free cores makes all slower."""
@@ -62,30 +62,26 @@ class EngineSection(Section):
     """
     lend: bool = False
     """One more embedded engine in the place of the first trainer rank, which generates while that
-    rank waits for a batch. This pays where training waits for generation.
+    rank waits for a batch.
     """
     servers: tuple[ServerSection, ...] = ()
-    """The engines one by one, in place of `count`: machine, GPUs, and how many GPUs each is laid
-    over.
-    """
+    """The engines one by one, in place of `count`."""
     deterministic: bool = False
-    """An answer does not depend on other requests in the batch: vLLM's batch-invariant kernels,
-    SGLang's deterministic inference. It works on GPUs alone, and is slower.
+    """An answer does not depend on other requests in the batch. It works with vLLM and SGLang on
+    GPUs alone, and is slower.
     """
     guesses: Count = 0
-    """The most tokens that the embedded engine guesses ahead from a sequence's own text
-    (speculative decoding by n-grams). Answers stay the same. Larger is faster where answers repeat
-    earlier text and few requests run; else it costs time.
+    """The most tokens that the embedded engine guesses ahead from a sequence's own text. Answers
+    stay the same. It is faster where answers repeat earlier text and few requests run; else it
+    costs time.
     """
     prefix_mb: Count = 256
     """Megabytes of keys and values that the embedded engine keeps of ended requests, for requests
-    that begin alike. Larger lets more conversations go on without computing their prompts again; 0
-    keeps none.
+    that begin alike; 0 keeps none.
     """
     prefix_age: Count = 0
-    """How many versions old the weights may be that computed these keys and values. Larger computes
-    less after each handover, with more mismatch between engine and trainer. It is for agents of
-    many turns.
+    """How many versions old the weights may be that computed these. Larger computes less after each
+    handover, with more mismatch between engine and trainer.
     """
 
     @property

@@ -50,60 +50,47 @@ class EnvironmentSection(Section):
     untracked: UntrackedSection = UntrackedSection()
     """The model behind judges and simulated users of an `entry`."""
     max_turns: Positive = 8
-    """Answers of one rollout of the built-in loop: it goes on while tools are called; larger lets
-    it call more.
-    """
+    """Answers of one rollout of the built-in loop, which goes on while tools are called."""
     tool_seconds: Seconds = 30.0
-    """Deadline of one call of a tool; past it the model is told so. Larger waits longer for a tool
-    that hangs.
-    """
+    """Deadline of one call of a tool; past it the model is told so."""
     template_options: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Variables of the chat template in the built-in loop, such as `{ enable_thinking = false }`.
-    The template of models made here takes `list_tools`.
     """
     workers: Count | None = None
-    """Processes that run agents; larger runs more agents at once that block or compute. 0 runs them
-    in the rollout process, for a debugger. Default: half the cores, from 2 to 8; 0 for Midflight's
-    own environments.
+    """Processes that run agents; larger runs more agents at once that block or compute. 0 is for a
+    debugger. Default: half the cores, from 2 to 8; 0 for Midflight's own environments.
     """
     worker_mb: Positive | None = None
-    """Memory of a worker's own data, in MB; an agent that takes more gets a `MemoryError`. Larger
-    bears more; None is no limit. It is for agents that run what they did not write, as is
-    `max_processes`.
+    """Memory of a worker's own data, in MB; an agent that takes more gets a `MemoryError`. None is
+    no limit.
     """
     max_processes: Positive | None = None
     """Processes that one rollout in a worker may start; one more fails it as `TooManyProcesses`.
-    Larger bears more. None is no limit.
+    None is no limit.
     """
     sources: tuple[SourceSection, ...] = (SourceSection(dataset="spell_backward"),)
     """The sources of tasks."""
     max_tokens: Positive = 16
-    """Output tokens of one request unless the agent asks otherwise; larger allows longer answers.
-    Default with `model.path`: a quarter of the context, from 16 to 256.
+    """Output tokens of one request unless the agent asks otherwise. Default with `model.path`: a
+    quarter of the context, from 16 to 256.
     """
     temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=1000)] = 1.0
-    """Sampling temperature of the policy; larger explores more. It is for those whose model is
-    served at another one.
-    """
+    """Sampling temperature of the policy; larger explores more."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Sample from the likeliest tokens that have this much probability together; larger keeps more.
-    Below 1 the trainer normalises over the kept tokens too, where engines record them.
+    """Sample from the likeliest tokens that have this much probability together. Below 1 the
+    trainer normalises over the kept tokens too, where engines record them.
     """
     top_k: Positive | None = None
-    """Sample from so many of the likeliest tokens; larger keeps more. None keeps all. It is for
-    such models too.
-    """
+    """Sample from so many of the likeliest tokens. None keeps all."""
     min_p: Fraction = 0.0
-    """Sample from tokens at least this likely, relative to the likeliest; larger keeps fewer. It is
-    for such models too.
-    """
+    """Sample from tokens at least this likely, relative to the likeliest."""
     rollout_seconds: Seconds = 60.0
     """Time that the agent of one rollout may take by itself, without requests and tools within
-    their own limits. Scoring a group has as much. Larger waits longer for an agent that hangs.
+    their own limits. Scoring a group has as much.
     """
     max_rollout_seconds: Seconds | None = None
-    """Time that a whole rollout may take, its requests included. Larger lets rollouts be longer.
-    Default: four times what the work should take; the dry run shows it.
+    """Time that a whole rollout may take, its requests included. Default: four times what the work
+    should take; the dry run shows it.
     """
 
     @property

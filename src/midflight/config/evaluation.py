@@ -19,13 +19,9 @@ class SuiteSection(Section):
     name: str
     """Its name in journal and metrics: `NAME/SOURCE`."""
     samples: Positive = 1
-    """Answers to each task; larger measures better and takes as many times as long. pass@k and
-    best@k are told for k of 1, 2, 4, 8, ... and this number.
-    """
+    """Answers to each task. pass@k and best@k are told for k of 1, 2, 4, 8, ... and this number."""
     temperature: Annotated[float, Field(ge=0, le=1000)] | None = None
-    """The temperature of these answers; 0 is greedy. Default: `environment.temperature`. It is for
-    those who report greedy answers.
-    """
+    """The temperature of these answers; 0 is greedy. Default: `environment.temperature`."""
     sources: tuple[str, ...] = ()
     """The names of the sources whose held-out tasks it asks. Empty is all."""
 
@@ -41,7 +37,7 @@ class EvaluationSection(Section):
     """Steps between evaluations on held-out tasks; 0 evaluates before and after only."""
     pin_seconds: Seconds = 60.0
     """How long a new version waits for an evaluation where no other engine could take it; larger
-    loses fewer results and lets training stand longer.
+    loses fewer results.
     """
     suites: tuple[SuiteSection, ...] = ()
     """Further evaluations, made whenever the usual one is."""

@@ -14,15 +14,13 @@ _NAME = re.compile(r"\*|[\w.-]+|[\da-fA-F:]+")
 
 class GatewaySection(Section):
     host: str = "127.0.0.1"
-    """Address to listen on; anything but loopback exposes the endpoint. It is for agents on other
-    machines.
-    """
+    """Address to listen on; anything but loopback exposes the endpoint."""
     port: Port = 0
     """0 takes a free port."""
     public_url: str = ""
     """The beginning of the addresses of sessions given over HTTP, and of `client.public_url`, for
-    agents on other machines, such as `https://proxy.example`. Its name is answered too. Empty: the
-    address of the connection that asked.
+    agents on other machines, such as `https://proxy.example`. Empty: the address of the connection
+    that asked.
     """
     private_metrics: bool = False
     """`/metrics` asks for the control token."""
@@ -35,28 +33,23 @@ class GatewaySection(Section):
     """Whose sampling counts in sessions that are trained. `request`: that of each request; a turn
     sampled otherwise than the policy is masked (`x-midflight-masked`). `run`: that of
     `environment.temperature` and its like; the head names what was replaced
-    (`x-midflight-replaced`). A form that an answer must match is kept, and masks.
+    (`x-midflight-replaced`).
     """
     request_seconds: Seconds = 120.0
-    """How long an answer may go without a new token on an engine that serves it. Larger waits
-    longer for an answer that an engine has lost. A session's generation survives the loss of its
-    client for a fourth of that.
+    """How long an answer may go without a new token on an engine that serves it. A session's
+    generation survives the loss of its client for a fourth of that.
     """
     max_sessions: Positive = 10_000
-    """Live sessions, and requests under way; further ones are answered 429. Larger serves more
-    agents, and takes more memory.
-    """
+    """Live sessions, and requests under way; further ones are answered 429."""
     drain_seconds: NonNegative = 20.0
     """An engine that leaves the run may finish its requests for so long; the rest goes on
-    elsewhere. Larger moves fewer requests, and lets go of machines later.
+    elsewhere.
     """
     tool_format: Literal["auto", "none", "hermes", "llama3", "mistral", "qwen_coder"] = "auto"
-    """How the model writes tool calls; `auto` finds it in the chat template or the special tokens,
-    else it is `hermes`; `none` reads only forced calls.
-    """
+    """How the model writes tool calls (docs/tools.md); `none` reads only forced calls."""
     reasoning_format: Literal["auto", "none", "think", "mistral"] = "auto"
-    """The markers between which the model thinks before it answers; `auto` finds them as above,
-    `none` leaves thinking in the content.
+    """The markers between which the model thinks before it answers; `none` leaves thinking in the
+    content.
     """
     shards: Positive = 1
     """Rollout processes that `train` starts, each with a gateway, agents, buffer and store, on a
@@ -64,7 +57,7 @@ class GatewaySection(Section):
     """
     session_seconds: Seconds = 3600.0
     """A session opened over HTTP ends after this long without a request, and its record is kept as
-    long for its owner; larger waits longer for late rewards.
+    long.
     """
 
     @property

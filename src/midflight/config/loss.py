@@ -42,8 +42,7 @@ class ObjectiveSection(Section):
 
     kind: ObjectiveKind = "decoupled_ppo"
     """decoupled_ppo: clip on r, weighted by `correction.weight`. ppo: clip on the ratio to the
-    behaviour policy, no further weight. `module:function`: a loss of your own. The others:
-    docs/algorithms.md.
+    behaviour policy. `module:function`: a loss of your own. The others: docs/algorithms.md.
     """
     clip_low: Fraction | None = None
     """Lower clip of the ratio, 1 - clip_low; larger allows larger steps down."""
@@ -58,30 +57,26 @@ class ObjectiveSection(Section):
     tau_negative: Above0 | None = None
     """sapo: the same where it is negative."""
     tau: Above0 | None = None
-    """mirror_descent: weight of the squared log-ratio; larger keeps the policy nearer to the
-    behaviour policy.
+    """mirror_descent: weight of the squared log-ratio; larger keeps nearer to the behaviour policy.
     """
     delta: Above0 | None = None
-    """dppo_tv, ipo: how far a token's probability may have moved; larger masks fewer tokens."""
+    """dppo_tv, ipo: how far a token's probability may have moved."""
     cap: Above0 | None = None
-    """dppo_tv, ipo: bound of the ratio; larger varies more."""
+    """dppo_tv, ipo: bound of the ratio."""
     share: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """clip_cov, kl_cov: share of the batch's tokens that are held back; larger keeps more
-    entropy.
+    """clip_cov, kl_cov: share of the batch's tokens that are held back; larger keeps more entropy.
     """
     cov_low: float | None = None
     """clip_cov: only tokens whose covariance of log π and A is above this are held back (1.0 in the
-    paper); larger spares more.
+    paper).
     """
     cov_high: float | None = None
-    """clip_cov: only tokens whose covariance is below this (5.0 in the paper); larger spares
-    fewer.
-    """
+    """clip_cov: only tokens whose covariance is below this (5.0 in the paper)."""
     penalty: NonNegative | None = None
     """kl_cov: weight of the divergence on the tokens that are held back."""
     advantage: Advantage = "grpo"
-    """How rewards become advantages: grpo, dr_grpo, rloo, reinforce_pp, maxrl (rewards of at least
-    0), or gae with a critic (`[critic]`). The formulas: docs/algorithms.md.
+    """How rewards become advantages (docs/algorithms.md); gae has a critic (`[critic]`), maxrl
+    wants rewards of at least 0.
     """
     normalise: Literal["reward", "component"] = "reward"
     """reward: compares weighted sums of components. component (GDPO): compares each component
@@ -89,8 +84,7 @@ class ObjectiveSection(Section):
     """
     reduction: Reduction | None = None
     """token_mean (DAPO): over all tokens of the batch. sequence_mean (GRPO): per rollout, then over
-    rollouts. constant (Dr.GRPO): sum over `max_tokens` of the environment. Unset: the kind's
-    own.
+    rollouts. constant (Dr.GRPO): sum over `max_tokens`. Unset: the kind's own.
     """
     proximal: Literal["start", "interpolated"] = "start"
     """start: log-probabilities under the weights that begin the step, by a forward. interpolated
@@ -102,12 +96,10 @@ class ObjectiveSection(Section):
     (docs/algorithms.md).
     """
     kl_coefficient: NonNegative = 0.0
-    """Weight of that divergence; larger keeps the policy nearer to the reference. 0 keeps no
-    reference in memory.
-    """
+    """Weight of that divergence. 0 keeps no reference in memory."""
     behaviour_coefficient: NonNegative = 0.0
-    """Weight of log²(π / µ), which pulls each token back to the policy that sampled it, beside any
-    objective (0.001 is usual); larger keeps nearer.
+    """Weight of log²(π / µ), which pulls each token back to the policy that sampled it (0.001 is
+    usual).
     """
     entropy_coefficient: NonNegative = 0.0
     """Weight of the entropy bonus; larger explores longer."""
@@ -129,8 +121,8 @@ class CorrectionSection(Section):
     """
 
     weight: WeightKind | None = None
-    """How rho weighs a token: tis, tis_sequence, mis, mis_sequence, icepop (docs/algorithms.md).
-    Unset: tis where the objective takes a weight. off trains stale tokens as if they were fresh.
+    """How rho weighs a token (docs/algorithms.md). Unset: tis where the objective takes a weight.
+    off trains stale tokens as if they were fresh.
     """
     cap: Above0 | None = None
     """tis, tis_sequence: C; larger corrects more and varies more."""
@@ -163,8 +155,8 @@ class CorrectionSection(Section):
     opsm: Above0 | None = None
     """Masks rollouts of negative advantage whose mean log(behaviour / policy) is more."""
     routing_replay: bool = True
-    """With a mixture of experts, engines record the experts of each token, and the trainer uses the
-    same ones. false lets each choose.
+    """With a mixture of experts the trainer uses the experts that engines recorded for each token.
+    false lets each choose.
     """
 
     sampling_masks: bool | None = None
@@ -180,8 +172,8 @@ class CriticSection(Section):
     """
 
     learning_rate: Rate = 3e-4
-    """Peak step size of its AdamW; larger follows the policy sooner. Default with `model.path`: ten
-    times `trainer.learning_rate`'s for whole weights, at most 0.0003.
+    """Peak step size of its AdamW. Default with `model.path`: ten times `trainer.learning_rate`'s
+    for whole weights, at most 0.0003.
     """
     discount: Fraction = 1.0
     """The worth of a reward one token later; smaller looks less far ahead."""
@@ -292,12 +284,10 @@ class DistillationSection(Section):
     """
 
     teacher: Path | None = None
-    """A Hugging Face model folder, or a GGUF file, with the student's tokenizer, scored in an
-    embedded engine of its own; none distils nothing.
+    """A Hugging Face model folder, or a GGUF file, with the student's tokenizer; none distils
+    nothing.
     """
     weight: NonNegative = 1.0
-    """Weight of a token's log teacher - log behaviour beside the advantage of its reward; larger
-    follows the teacher more closely.
-    """
+    """Weight of a token's log teacher - log behaviour beside the advantage of its reward."""
     rewards: bool = True
     """Whether rewards count too; without them the teacher is all there is to learn from."""

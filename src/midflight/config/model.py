@@ -16,9 +16,7 @@ class ModelSection(Section):
     name: str = "policy"
     """The model id that agents use."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Precision of weights in the trainer, and in engines unless `engine.dtype` says otherwise;
-    larger is exacter and slower.
-    """
+    """Precision of weights in the trainer, and in engines unless `engine.dtype` says otherwise."""
     hidden_size: Positive = 128
     """Width of a made model; larger learns more and runs slower."""
     intermediate_size: Positive = 384
@@ -31,8 +29,7 @@ class ModelSection(Section):
     """Its key/value heads; must divide `num_heads`."""
     max_context: Positive = 256
     """Longest prompt plus answer, in tokens; larger costs memory in every engine slot. Default with
-    `path`: the model's own limit, as far as keys and values, and activations of a row, each fit
-    into an eighth of the memory (on GPUs a quarter).
+    `path`: the model's own limit, as far as keys, values and activations fit into the memory.
     """
 
 
@@ -49,11 +46,11 @@ class LoraSection(Section):
     """The adapters' output is scaled by alpha / rank; larger learns faster. Default 2 * rank."""
     targets: tuple[str, ...] = ()
     """Last words of the names of the layers that get one, such as `q_proj`; empty is every linear
-    layer but the output layer. Experts and routers get none.
+    layer but the output layer, experts and routers.
     """
     merged: bool = False
-    """Whether servers get whole weights, the adapters merged into them, in a pause for each
-    version. It is for models that a server's own LoRA does not take.
+    """Servers get whole weights, the adapters merged into them, in a pause for each version. It is
+    for models that a server's own LoRA does not take.
     """
 
 

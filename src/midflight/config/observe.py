@@ -11,21 +11,17 @@ from midflight.errors import nearest
 
 class ObserveSection(Section):
     trackers: tuple[str, ...] = ()
-    """Trackers beside the run's folder: `tensorboard`, `wandb`, `mlflow`, `trackio`, `otel` (traces
-    of rollouts), each an extra of that name, or `module:Class` of one's own (metrics.md).
+    """`tensorboard`, `wandb`, `mlflow`, `trackio`, `otel` (traces of rollouts), each an extra of
+    that name, or `module:Class` of one's own (docs/metrics.md).
     """
     project: str = "midflight"
-    """The project under which trackers list the run, beside other runs. It is for those whose
-    tracker has other runs.
-    """
+    """The project under which trackers list the run."""
     samples: bool = False
-    """The terminal shows the last rollout, as `--samples` does. It is for those who read along."""
+    """The terminal shows the last rollout, as `--samples` does."""
     view_port: Port = 0
     """The port on loopback of the viewer beside a run (`midflight[view]`); 0 takes a free one."""
     log_format: Literal["plain", "json"] = "plain"
-    """How logs and a terminal that cannot be redrawn are written: as text, or as one JSON object a
-    line.
-    """
+    """How logs are written: as text, or as one JSON object a line."""
 
 
 TRACKERS = {

@@ -21,32 +21,21 @@ class RolloutSection(Section):
     max_staleness: Count = 4
     """S: no trained token is older than this many versions. 0 is the synchronous loop."""
     stale_policy: StalePolicy = StalePolicy.WAIT
-    """How groups are treated that would grow too old. It is for those who compare what published
-    systems do.
-    """
+    """What happens to groups that would grow too old (docs/staleness.md)."""
     pause_mode: PauseMode | Literal["auto"] = "auto"
-    """How engines pause for a commit: keep, recompute, abort, drain, or `auto` by the engine's
-    capabilities.
-    """
+    """How engines pause for a commit (docs/pause-and-resume.md); `auto` goes by what they can."""
     buffer_groups: Positive | None = None
-    """Finished groups that may wait, in a quarter of the machine's memory; larger absorbs more
-    variation. Default (S + 1) * B; less than B is refused.
+    """Finished groups that may wait; larger absorbs more variation. Default (S + 1) * B; less than
+    B is refused.
     """
     min_group_size: Positive | None = None
-    """Fewer scored rollouts than this drop the group; larger drops more. Default: half of
-    `group_size`.
-    """
+    """Fewer scored rollouts than this drop the group. Default: half of `group_size`."""
     retries: Count = 1
-    """How often a rollout whose infrastructure failed is tried again; larger bears services that
-    fail at times.
-    """
+    """How often a rollout whose infrastructure failed is tried again."""
     show_every: Count = 0
-    """Steps between completions that terminal and journal show; 0 shows none. Larger shows fewer.
-    """
+    """Steps between completions that terminal and journal show; 0 shows none."""
     show_completions: Positive = 2
-    """How many of the step's rollouts are shown then, the first of each group in turn; larger shows
-    more.
-    """
+    """How many of the step's rollouts are shown then, the first of each group in turn."""
     drop_zero_spread: bool = False
     """Drop groups whose rewards are all equal, and draw others (DAPO's dynamic sampling)."""
 

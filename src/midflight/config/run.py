@@ -29,37 +29,33 @@ class RunSection(Section):
     folder: Path = Path("runs/run")
     """The folder for everything that the run writes."""
     store_folder: Path | None = None
-    """Folder for the store on a disk of the gateway's machine, an absolute path; each checkpoint
-    gets a copy. Default: the run's folder, which may not lie on a network then.
+    """Folder for the store on a local disk, an absolute path; each checkpoint gets a copy. Default:
+    the run's folder, which may not lie on a network then.
     """
     keep_trajectories: str = "all"
     """The tokens of rollouts that are kept once training does not need them: `all`, those of a time
     (`12h`, `30d`), or the newest of a size (`500GB`, `2TB`; each of several gateways has an equal
-    part). Rewards, accounts and digests always stay. Larger keeps more to read and export.
+    part). Rewards, accounts and digests always stay.
     """
     share_with_group: str = ""
     """A group of this machine whose users may read the run's folder, for `midflight view` and
-    `join` by others. Default: only the user of the run may. A store in `store_folder` stays the
-    user's alone.
+    `join` by others. Default: only the user of the run may.
     """
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seeds weights, task order and sampling."""
     steps: Positive = 100
-    """Optimiser steps of reinforcement learning; larger trains longer."""
+    """Optimiser steps of reinforcement learning."""
     stop_at_reward: Fraction | None = None
-    """Ends before `steps` once the mean reward over the last 20 steps reaches this; larger trains
-    longer.
-    """
+    """Ends before `steps` once the mean reward over the last 20 steps reaches this."""
     restarts: Count = 2
     """How often in a row each part may die and be started again before the run fails. A restart
-    counts no more after ten minutes. Larger tolerates more crashes.
+    counts no more after ten minutes.
     """
     stall_seconds: Seconds = 120.0
     """A part that hangs is shown and started again after this, unless its task has a longer limit.
-    Larger bears longer standstills.
     """
     stop_seconds: Seconds = 5.0
-    """Time a stopping run gives its parts before it kills them; larger waits longer for writes."""
+    """Time a stopping run gives its parts before it kills them."""
 
     @property
     def kept_trajectories(self) -> KeptTrajectories | None:

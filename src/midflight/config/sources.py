@@ -32,11 +32,11 @@ class SourceSection(Section):
     """
     entry: str | None = None
     """`module:function` that returns the rows: an iterable of dicts, a `datasets.Dataset` or a
-    torch one. Every process calls it, so it must return the same each time.
+    torch one. It must return the same each time.
     """
     posted: bool = False
     """Tasks come over HTTP, `POST /midflight/v1/tasks`, and are tried before those of other
-    sources; with no other source the run waits for them.
+    sources; without others the run waits for them.
     """
     name: str = ""
     """What metrics call it. Default: the name of the dataset, of the file without its ending, or of
@@ -45,40 +45,31 @@ class SourceSection(Section):
     weight: Above0 = 1.0
     """Share in the stream, relative to the other sources."""
     size: Positive | None = None
-    """Most tasks to train on (an epoch); larger repeats less. Default: 2000 of a dataset, else all
-    rows.
-    """
+    """Most tasks to train on. Default: 2000 of a dataset, else all rows."""
     heldout: Count | Share | Path | None = None
     """Tasks kept for evaluation, disjoint from training by content: their number, their share of
     the rows, or a second file. Default: 256 of a dataset, else 0, and nothing is evaluated.
     """
     shuffle: bool = True
-    """Whether each pass through the tasks has an order of its own; without it all are in the order
-    of the rows.
+    """Whether each pass through the tasks has an order of its own; else all are in the order of the
+    rows.
     """
     prompt: str = "{question}"
     """What the model is asked: a format over the row's columns such as `{question}`, or the name of
-    a column with a text or a conversation (`messages`). A dataset's columns are `question`,
-    `answer` and those of its metadata.
+    a column with a text or a conversation (`messages`).
     """
     system: str = ""
-    """A system message before the prompt. It is for models that want their instructions there."""
+    """A system message before the prompt."""
     answer: str = ""
-    """The column with the expected answer, a text or a number, which becomes `answer` as text;
-    empty leaves all columns as they are.
-    """
+    """The column with the expected answer, a text or a number, which becomes `answer` as text."""
     id: str = ""
-    """The column that identifies a task, a text or a whole number, each once; empty numbers the
-    rows from 0.
-    """
+    """The column that identifies a task, each value once; empty numbers the rows from 0."""
     content: str = ""
     """The column that identifies a task's content; training and held-out tasks never share a value
     of it. Default: the prompt; of a dataset `question`.
     """
     only: str = ""
-    """A regular expression that a whole content must match to become a task, such as `[a-z]+`;
-    empty takes all.
-    """
+    """A regular expression that a whole content must match to become a task, such as `[a-z]+`."""
     options: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Options of the dataset itself, or arguments of the function."""
 
@@ -129,9 +120,7 @@ class CurriculumSection(Section):
     proportion to p(1 - p) of the pass rate p. uniform: tasks have their turns.
     """
     passes: float = 1.0
-    """The reward from which a rollout has passed, here and in the pass@k of evaluations; larger
-    asks more.
-    """
+    """The reward from which a rollout has passed, here and in the pass@k of evaluations."""
 
     @property
     def chooses(self) -> bool:

@@ -20,27 +20,22 @@ class TrainerSection(Section):
     warmup_steps: Count = 5
     """Steps of linear warm-up."""
     weight_decay: NonNegative = 0.0
-    """AdamW's decoupled decay; larger shrinks weights more. It is for recipes that have it."""
+    """AdamW's decoupled decay."""
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """AdamW's decay of the mean of squared gradients; larger remembers more steps."""
+    """AdamW's decay of the mean of squared gradients."""
     max_grad_norm: Above0 = 1.0
-    """Gradients of larger L2 norm are scaled down to it. It is for recipes that have another bound.
-    """
+    """Gradients of larger L2 norm are scaled down to it."""
     micro_batch_tokens: Positive = 2048
     """Tokens of one forward and backward; larger takes more memory, and is faster on GPUs alone.
     Default with `model.path`: 4096 on GPUs; on CPUs 512 to 2048, by memory.
     """
     updates_per_step: Positive = 1
-    """Mini-batch updates in a step; above 1 the proximal policy is computed at the step's start. It
-    is for recipes of PPO.
-    """
+    """Mini-batch updates in a step; above 1 the proximal policy is computed at the step's start."""
     epochs_per_step: Annotated[int, Field(ge=1, le=1000)] = 1
-    """How often a step trains on its batch (µ of GRPO, PPO's epochs); larger learns more from it,
-    and goes further from the policy that sampled it.
-    """
+    """How often a step trains on its batch (µ of GRPO, PPO's epochs)."""
     on_alarm: Literal["warn", "skip", "stop"] = "warn"
-    """The effect of a reading that says that training is off its distribution: warn, skip the step,
-    or stop the run.
+    """What a reading does that says that training is off its distribution: warn, skip the step, or
+    stop the run.
     """
     ranks: Positive = 1
     """Trainer processes that share each step, with the model sharded over them; on a GPU machine
@@ -65,7 +60,7 @@ class TrainerSection(Section):
     checkpoint_every: Count = 50
     """Steps between checkpoints; 0 saves at the end only."""
     keep_checkpoints: Positive = 2
-    """Checkpoints kept; larger takes more disk."""
+    """Checkpoints kept."""
 
 
 class WarmStartSection(Section):
@@ -75,21 +70,21 @@ class WarmStartSection(Section):
     """
 
     data: Path | None = None
-    """Conversations to learn from, as JSON lines with `messages` (OpenAI's) and optional `tools`.
-    Every message of the assistant is learnt. None learns the `answer` of the sources' tasks.
+    """Conversations to learn from, as JSON lines with `messages` (OpenAI's) and optional `tools`:
+    every message of the assistant. None learns the `answer` of the sources' tasks.
     """
     target_accuracy: Fraction | None = None
     """Stop once held-out exact match reaches this: of held-out tasks of the first source, or of an
-    eighth of the conversations; larger trains longer. Without it `data` is learnt for `max_steps`.
+    eighth of the conversations. Without it `data` is learnt for `max_steps`.
     """
     learning_rate: Rate = 2e-3
-    """Peak step size; larger learns faster, until the model forgets its skills. Default with
-    `model.path`: ten times `trainer.learning_rate`'s for whole weights, at most 0.002.
+    """Peak step size. Default with `model.path`: ten times `trainer.learning_rate`'s for whole
+    weights, at most 0.002.
     """
     max_steps: Positive = 2000
     """Gives up (and goes on) after this many steps."""
     examples_per_step: Positive = 64
-    """Answers that one step learns from; larger makes steps steadier and slower."""
+    """Answers that one step learns from."""
     evaluate_every: Positive = 25
     """Steps between looks at the accuracy."""
 

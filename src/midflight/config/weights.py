@@ -9,8 +9,7 @@ from midflight.config.section import Positive, Seconds, Section
 class WeightsSection(Section):
     transport: Literal["auto", "shared_memory", "pull", "direct"] = "auto"
     """How bytes reach the engines: shared_memory on one machine, pull between machines, direct by
-    broadcast into the workers of vLLM and SGLang. auto chooses by size and place; `--dry-run` says
-    which, and why.
+    broadcast into the workers of vLLM and SGLang. auto chooses; `--dry-run` says which, and why.
     """
     server_engine: bool = True
     """Where `direct` goes from GPU to GPU, the server's own transfer engine receives (vLLM's NCCL
@@ -19,14 +18,14 @@ class WeightsSection(Section):
     """
     every: Positive = 1
     """Steps from one published version to the next, at most `rollout.max_staleness` + 1. Larger
-    hands over less often and trains on older tokens.
+    trains on older tokens.
     """
     stage_seconds: Seconds = 60.0
     """Deadline of staging on one engine; past it the engine is quarantined. Larger is for models
     whose bytes take longer.
     """
     commit_seconds: Seconds = 30.0
-    """Deadline of the commit, the pause included. Larger is for such models too."""
+    """Deadline of the commit, the pause included."""
     commit: Literal["rolling", "barrier"] = "rolling"
     """rolling: one engine after the other (one of each 64), so that the others generate. barrier:
     all at once, so that no two versions are served together.

@@ -40,13 +40,13 @@ MAX_EPOCHS = 8
 """The number of epochs, or of evaluations, whose results are shown: the last ones."""
 
 ORDERS = {
-    GroupOrder.NEWEST: "newest first",
-    GroupOrder.OLDEST: "oldest first",
-    GroupOrder.WORST: "lowest reward first",
-    GroupOrder.BEST: "highest reward first",
-    GroupOrder.SPREAD: "largest spread first",
-    GroupOrder.LONGEST: "longest first",
-    GroupOrder.FAILED: "most failures first",
+    GroupOrder.NEWEST: "newest",
+    GroupOrder.OLDEST: "oldest",
+    GroupOrder.WORST: "lowest reward",
+    GroupOrder.BEST: "highest reward",
+    GroupOrder.SPREAD: "largest spread",
+    GroupOrder.LONGEST: "longest",
+    GroupOrder.FAILED: "most failures",
 }
 FATES = {state.value: state.value.replace("_", " ") for state in State} | {
     reason.value: f"dropped: {reason}" for reason in Reason
@@ -187,7 +187,7 @@ def _form(visit: PageRequest, page: GroupPage) -> str:
         _choice("Failed with", "failure", failures, query, "any or none"),
         _field("Step", f'<input name="step" inputmode="numeric" size="6" value="{step}">'),
         _field("Task", f'<input name="task" size="10" value="{task}">'),
-        _choice("Sorted", "sort", orders, query, None),
+        _choice("First", "sort", orders, query, None),
         '<button type="submit" data-test="filter">Show</button>',
         f'<a href="{escape(visit.link("groups"))}">all groups</a>',
     ]

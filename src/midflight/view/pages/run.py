@@ -1,5 +1,6 @@
 """The page of a run: its scores, its progress and its verdict first, then its problems with their
-remedies, and every number of its journal as a chart. It can show several runs over each other.
+remedies, every number of its journal as a chart, and its figures. It can show several runs over
+each other.
 """
 
 import time
@@ -61,7 +62,17 @@ def _alone(visit: PageRequest) -> None:
         head.clear()
         with head:
             _head(visit, described)
-            _findings(visit, times, described)
+            _findings(visit, times)
+
+    def show_figures() -> None:
+        figures.clear()
+        with figures, widgets.panel():
+            widgets.section("Figures")
+            widgets.facts(lead.other_figures(described))
+
+    def show_words() -> None:
+        show_head()
+        show_figures()
 
     def panels() -> list[Panel]:
         return of_run(visit.run.readings.past) + _timed(times)
@@ -75,7 +86,9 @@ def _alone(visit: PageRequest) -> None:
         return has_lines or described != before
 
     show_head()
-    _live(refresh, panels, show_head)
+    _live(refresh, panels, show_words)
+    figures = ui.element("div").classes("sheet")
+    show_figures()
     _compare_with(visit)
     with ui.element("details").classes("panel"):
         with ui.element("summary"):
@@ -158,28 +171,22 @@ def _head(visit: PageRequest, of: RunDescription) -> None:
         ).classes("note")
 
 
-def _findings(visit: PageRequest, times: Times, of: RunDescription) -> None:
-    """Shows the findings that need attention, each with a link and a remedy, and beside them the
-    figures that the lead does not have.
-    """
+def _findings(visit: PageRequest, times: Times) -> None:
+    """Shows the findings that need attention, each with a link and a remedy."""
     past = visit.run.readings.past
     is_calm = not past.alarms and not any(step.failures for step in past.steps)
-    with ui.element("div").classes("one" if is_calm else "two"):
-        with widgets.panel():
-            widgets.section("Findings")
-            if not past.steps and not past.alarms:
-                ui.label("No step has been made yet: charts appear with the first.").classes("note")
-            elif is_calm:
-                ui.label("No alarm, and no rollout failed.").classes("calm")
-            _alarms(visit, past.alarms)
-            _failures(visit, times, past)
-            if (visit.run.folder / HELDOUT).is_file():
-                evaluated = visit.link("groups", kind="evaluation")
-                link = ui.link("What the model said to held-out tasks", evaluated)
-                link.props('data-test="held out groups"')
-        with widgets.panel():
-            widgets.section("Figures")
-            widgets.facts(lead.other_figures(of))
+    with widgets.panel():
+        widgets.section("Findings")
+        if not past.steps and not past.alarms:
+            ui.label("No step has been made yet: charts appear with the first.").classes("note")
+        elif is_calm:
+            ui.label("No alarm, and no rollout failed.").classes("calm")
+        _alarms(visit, past.alarms)
+        _failures(visit, times, past)
+        if (visit.run.folder / HELDOUT).is_file():
+            evaluated = visit.link("groups", kind="evaluation")
+            link = ui.link("What the model said to held-out tasks", evaluated)
+            link.props('data-test="held out groups"')
 
 
 def _alarms(visit: PageRequest, alarms: Sequence[AlarmLine]) -> None:
@@ -268,7 +275,7 @@ def _timed(times: Times) -> list[Panel]:
 def _compare_with(visit: PageRequest) -> None:
     others = [run for run in visit.runs if run is not visit.run]
     if others:
-        widgets.section("Over each other", "This run with another one:")
+        widgets.section("Compare", "This run with another one:")
         with ui.element("div").classes("colours"):
             for other in others:
                 ui.link(other.slug, f"{visit.link('run')}?with={other.slug}")
