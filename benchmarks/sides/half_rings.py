@@ -25,6 +25,7 @@ from harness.rounds import Cost
 
 from midflight.config.sections import Config
 from midflight.run.api.rollout_client import RolloutClient
+from midflight.run.api.service import DeviceOwner
 from midflight.run.parts import ModelReady, Purpose, serve_while
 from midflight.run.trainer.training import TrainingLoop
 from midflight.types import PackedBatch, Version, WeightManifest
@@ -202,6 +203,9 @@ class Replay:
         self.ends.append(Cost(time.monotonic(), time.process_time()))
 
     async def publish(self, manifest: WeightManifest) -> None:
+        pass
+
+    async def turn(self, of: DeviceOwner) -> None:
         pass
 
     async def checkpointed(self, version: Version) -> None:

@@ -310,6 +310,6 @@ def test_the_oldest_checkpoint_bounds_what_goes_also_for_a_gateway_of_several(tm
 
 
 def test_a_reader_that_finds_a_place_in_no_segment_of_its_run_names_the_first(tmp_path: Path) -> None:
-    value = segments.Place(255, 0, 10, 0).encode()
+    value = segments.SegmentPlace(255, 0, 10, 0).encode()
     with pytest.raises(StoreCorrupt, match=r"00000000000000ff\.segment: the segment is not there"):
         read((tmp_path,), value)

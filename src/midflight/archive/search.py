@@ -18,7 +18,8 @@ import numpy as np
 from midflight.archive.store_reader import StoreReader, file_of, reading
 from midflight.errors import MidflightError, StoreCorrupt
 from midflight.text.tokenizer import Tokenizer
-from midflight.trajectories.database import decode_scored, naming
+from midflight.trajectories.database import decode_scored
+from midflight.trajectories.store_errors import naming
 from midflight.types import Kind, Row
 
 AT_ONCE = 200

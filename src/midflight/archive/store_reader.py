@@ -19,11 +19,11 @@ from midflight.trajectories.database import (
     decode_task,
     decoded,
     look,
-    naming,
 )
 from midflight.trajectories.heldout import HELDOUT
 from midflight.trajectories.pairs import STORE, readable, shard_folders
 from midflight.trajectories.segments import SEGMENTS, read, segment_folders
+from midflight.trajectories.store_errors import naming
 from midflight.types import GroupKey, Kind, RolloutKey, Row, Task
 
 Decoded = TypeVar("Decoded")

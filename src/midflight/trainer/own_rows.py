@@ -21,6 +21,7 @@ from midflight.trainer.model.microbatch import Index, Predictions, on_device
 from midflight.trainer.model.scores import SamplingMasks
 from midflight.trainer.tokens import LossTokens
 from midflight.types import Version
+from midflight.types.run_lengths import run_lengths
 
 Flags = NDArray[np.bool_]
 
@@ -35,13 +36,10 @@ class Column(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, array: NDArray[Any]) -> Column:
-        begins = np.append(True, array[1:] != array[:-1])[: len(array)]
-        size = array.itemsize
-        if int(np.count_nonzero(begins)) * (size + 4) >= len(array) * size:
+        runs = run_lengths(array)
+        if runs is None:
             return cls(array.dtype.str, array.tobytes(), b"")
-        where = np.flatnonzero(begins)
-        lengths = np.diff(where, append=len(array)).astype(np.int32)
-        return cls(array.dtype.str, array[where].tobytes(), lengths.tobytes())
+        return cls(array.dtype.str, runs.values.tobytes(), runs.lengths.tobytes())
 
     def array(self) -> NDArray[Any]:
         values = np.frombuffer(self.values, self.dtype)
@@ -50,14 +48,14 @@ class Column(msgspec.Struct, frozen=True):
         return np.repeat(values, np.frombuffer(self.lengths, np.int32))
 
 
-class Masks(msgspec.Struct, frozen=True):
+class OwnMasks(msgspec.Struct, frozen=True):
     """The `SamplingMasks` of the rank's own tokens."""
 
     ids: Column
     counts: Column
 
     @classmethod
-    def of(cls, kept: SamplingMasks | None, own: Index) -> Masks | None:
+    def of(cls, kept: SamplingMasks | None, own: Index) -> OwnMasks | None:
         if kept is None:
             return None
         chosen = kept.at(own)
@@ -96,7 +94,7 @@ class OwnRows(msgspec.Struct, frozen=True):
     """[K] if the loss looks beyond a token, else [k], as the two after it"""
     advantage: Column
     age: Column
-    kept: Masks | None
+    kept: OwnMasks | None
     experts: bytes | None
     """[n, B]"""
 
@@ -189,7 +187,7 @@ def encode_own_rows(
         behaviour=column(tokens.behaviour.float()),  # engines say it in float32
         advantage=column(tokens.advantage),
         age=column(tokens.age),
-        kept=Masks.of(p.kept, np.flatnonzero(own)),
+        kept=OwnMasks.of(p.kept, np.flatnonzero(own)),
         experts=None if p.experts is None else p.experts[has_input].tobytes(),
     )
     return msgspec.msgpack.encode(rows)

@@ -16,10 +16,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from midflight.errors import StoreCorrupt, StoreFailed, StoreNewer, disk_full
+from midflight.errors import StoreCorrupt, StoreNewer
+from midflight.trajectories.store_errors import naming
 from midflight.types import GroupKey, Json, Reason, Row, Task, Trajectory, Turn
 from midflight.types.digests import NOTHING, older_digest, seal_after
 from midflight.types.rollouts import RoleRecord, Seal, TurnRecord
+from midflight.types.run_lengths import run_lengths
 from midflight.types.token_ids import AnyIds, SharedIds, packed, unpacked
 
 if TYPE_CHECKING:
@@ -116,8 +118,6 @@ CREATE TABLE IF NOT EXISTS seals (  -- a link for each event, in the order in wh
 Midflight gets it when its run goes on: then it begins there.
 """
 
-_NO_ROOM = "free some space and resume the run"
-_NO_ACCESS = "check the disk and the folder's permissions"
 
 SCORES = (
     "SELECT epoch, position, attempt, task, state, COUNT(reward), COUNT(sample) - COUNT(reward), "
@@ -409,31 +409,10 @@ def _check(connection: sqlite3.Connection, path: Path, *, quick: bool = False) -
         )
 
 
-@contextmanager
-def naming(path: Path) -> Generator[None]:
-    """Turns errors of SQLite and the disk into errors that name the file and the remedy."""
-    try:
-        yield
-    except sqlite3.Error as error:
-        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-        if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-            raise StoreCorrupt(
-                f"Reading {path}: {error}; restore the file from a copy, or start a new run folder."
-            ) from error
-        remedy = _NO_ROOM if code == sqlite3.SQLITE_FULL else _NO_ACCESS
-        raise StoreFailed(f"Writing {path}: {error}; {remedy}.") from error
-    except OSError as error:
-        full = disk_full(error) is not None
-        raise StoreFailed(
-            f"{'Writing' if full else 'Opening'} {path}: {error.strerror or error}; "
-            f"{_NO_ROOM if full else _NO_ACCESS}."
-        ) from error
-
-
 # --- Blobs: msgpack with raw little-endian arrays. Never pickle -----------------------------------
 
 
-class _Runs(msgspec.Struct, array_like=True, frozen=True):
+class _StoredRuns(msgspec.Struct, array_like=True, frozen=True):
     """An array in which few values follow each other many times."""
 
     values: bytes
@@ -444,14 +423,14 @@ class _Runs(msgspec.Struct, array_like=True, frozen=True):
 
 class _StoredRow(msgspec.Struct, array_like=True, frozen=True):
     token_ids: bytes
-    generated: bytes | _Runs
-    loss_mask: bytes | _Runs
-    logprobs: bytes | _Runs
-    versions: bytes | _Runs
-    kv_versions: bytes | _Runs
-    turns: bytes | _Runs | None = None
+    generated: bytes | _StoredRuns
+    loss_mask: bytes | _StoredRuns
+    logprobs: bytes | _StoredRuns
+    versions: bytes | _StoredRuns
+    kv_versions: bytes | _StoredRuns
+    turns: bytes | _StoredRuns | None = None
     kept: bytes = b""
-    kept_lengths: bytes | _Runs = b""
+    kept_lengths: bytes | _StoredRuns = b""
     experts: bytes = b""
     role: str = ""
     records: tuple[TurnRecord, ...] = ()
@@ -629,20 +608,16 @@ def _unpack_row(row: _StoredRow) -> Row:
     )
 
 
-def _in_runs(array: NDArray[Any], dtype: str) -> bytes | _Runs:
+def _in_runs(array: NDArray[Any], dtype: str) -> bytes | _StoredRuns:
     """The array as it is, or as runs if that is shorter."""
     plain = array.astype(dtype, copy=False)
-    as_bits = plain.view(f"<u{plain.itemsize}")  # a float that is no number equals itself here
-    starts = np.flatnonzero(as_bits[1:] != as_bits[:-1]) + 1
-    num_runs = len(starts) + 1
-    if not len(plain) or num_runs * (plain.itemsize + 4) >= plain.nbytes:
+    runs = run_lengths(plain)
+    if runs is None:
         return plain.tobytes()
-    bounds = np.concatenate(([0], starts, [len(plain)]))
-    lengths = np.diff(bounds).astype("<i4")
-    return _Runs(plain[bounds[:-1]].tobytes(), lengths.tobytes())
+    return _StoredRuns(runs.values.tobytes(), runs.lengths.tobytes())
 
 
-def _array(stored: bytes | _Runs, dtype: str) -> NDArray[Any]:
+def _array(stored: bytes | _StoredRuns, dtype: str) -> NDArray[Any]:
     if isinstance(stored, bytes):
         return np.frombuffer(stored, dtype=dtype)
     values = np.frombuffer(stored.values, dtype=dtype)

@@ -19,7 +19,8 @@ from pathlib import Path
 import msgspec
 
 from midflight.errors import ConfigError, MidflightError
-from midflight.trajectories.database import BEGUN, COPIED, look, naming
+from midflight.trajectories.database import BEGUN, COPIED, look
+from midflight.trajectories.store_errors import naming
 from midflight.types import Version
 
 STORE = "store.sqlite"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from midflight.errors import StoreCorrupt, TokensRemoved
-from midflight.trajectories.database import naming
+from midflight.trajectories.store_errors import naming
 
 SEGMENTS = "segments"
 """The name of the folder in that of the run, or of one of its gateways."""
@@ -33,7 +33,7 @@ _MARK = 0
 """The first byte of a place. Rows that lie in the index itself begin with that of an array."""
 
 
-class Place(NamedTuple):
+class SegmentPlace(NamedTuple):
     """Where the rows of a rollout lie."""
 
     segment: int
@@ -46,13 +46,13 @@ class Place(NamedTuple):
         return _PLACE.pack(_MARK, *self)
 
 
-def place_of(value: bytes) -> Place | None:
+def place_of(value: bytes) -> SegmentPlace | None:
     """The place that a value of the index names. None if the value is the rows themselves, which a
     store of an older Midflight has, and which is shorter where a rollout has no rows.
     """
     if len(value) != _PLACE.size or value[0] != _MARK:
         return None
-    return Place(*_PLACE.unpack(value)[1:])
+    return SegmentPlace(*_PLACE.unpack(value)[1:])
 
 
 def segment_folders(folder: Path) -> tuple[Path, ...]:
@@ -197,8 +197,8 @@ class _OpenSegment:
         self.settled = 0
         self.end = 0
 
-    def append(self, rows: bytes) -> Place:
-        place = Place(self._name, self.end, len(rows), zlib.crc32(rows))
+    def append(self, rows: bytes) -> SegmentPlace:
+        place = SegmentPlace(self._name, self.end, len(rows), zlib.crc32(rows))
         left = memoryview(rows)
         with naming(self.path):
             while left:

@@ -11,8 +11,9 @@ import msgspec
 import numpy as np
 
 from midflight.errors import StoreCorrupt, TokensRemoved
-from midflight.trajectories.database import look, naming
+from midflight.trajectories.database import look
 from midflight.trajectories.segments import read
+from midflight.trajectories.store_errors import naming
 
 Key: TypeAlias = tuple[int, int, int]
 """Epoch, position and attempt of a group."""

@@ -41,7 +41,7 @@ END = -1
 """The order that ends a rank's thread, in the place of a version."""
 
 
-class _Stretch(msgspec.Struct, frozen=True, array_like=True):
+class _HashedStretch(msgspec.Struct, frozen=True, array_like=True):
     """The bytes of a tensor that a rank keeps, and their part of its digest."""
 
     tensor: int
@@ -51,7 +51,7 @@ class _Stretch(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True, slots=True)
-class _OwnRows:
+class _VersionRows:
     """The rows of a version that this rank keeps."""
 
     data: Tensor
@@ -94,12 +94,12 @@ class RankRowsPublisher(Publisher):
         assert isinstance(group, dist.ProcessGroup), "every rank is in it"
         self._group = group
         self._room = DeviceBuffer(device)
-        self._held: dict[Version, _OwnRows] = {}
+        self._held: dict[Version, _VersionRows] = {}
         self._free: list[Tensor] = []
-        self._last: _OwnRows | None = None
+        self._last: _VersionRows | None = None
         """The rows of the newest version."""
         self._specs: tuple[TensorSpec, ...] = ()
-        self._kept: Sequence[Sequence[_Stretch]] = ()
+        self._kept: Sequence[Sequence[_HashedStretch]] = ()
         """What each rank keeps of a version. It is the same of all versions."""
         self._sender: BroadcastPublisher | None = None
         if rank == 0:
@@ -132,7 +132,7 @@ class RankRowsPublisher(Publisher):
         rows = self._own_rows(here, dtypes)
         starts = {number: start for number, start, _ in here}
         everybody = self._gather(msgspec.msgpack.encode(_hashed(rows, starts)))
-        kept = [msgspec.msgpack.decode(each, type=list[_Stretch]) for each in everybody]
+        kept = [msgspec.msgpack.decode(each, type=list[_HashedStretch]) for each in everybody]
         digest = total_fingerprint(specs, _digests(specs, kept))
         self._specs = specs
         self._kept = kept
@@ -187,7 +187,7 @@ class RankRowsPublisher(Publisher):
 
     def _own_rows(
         self, here: Sequence[tuple[int, int, Tensor]], dtypes: Sequence[torch.dtype]
-    ) -> _OwnRows:
+    ) -> _VersionRows:
         places: dict[int, slice] = {}
         end = 0
         for number, _, values in here:
@@ -201,7 +201,7 @@ class RankRowsPublisher(Publisher):
         self._free.clear()
         for number, _, values in here:
             data[places[number]].view(dtypes[number]).copy_(values)
-        return _OwnRows(data, places)
+        return _VersionRows(data, places)
 
     # --- Sending ----------------------------------------------------------------------------------
 
@@ -227,7 +227,7 @@ class RankRowsPublisher(Publisher):
                 self._together(rows, pack, [numbers[spec.name] for spec in pack])
 
     def _together(
-        self, rows: _OwnRows, pack: Sequence[TensorSpec], numbers: Sequence[int]
+        self, rows: _VersionRows, pack: Sequence[TensorSpec], numbers: Sequence[int]
     ) -> Tensor:
         """A bucket, of which each rank gives its rows."""
         whole = torch.empty(
@@ -250,21 +250,21 @@ class RankRowsPublisher(Publisher):
                 at += size
         return whole
 
-    def _from(self, rank: int, stretches: Sequence[_Stretch]) -> Tensor:
+    def _from(self, rank: int, stretches: Sequence[_HashedStretch]) -> Tensor:
         size = sum(each.stop - each.start for each in stretches)
         got = torch.empty(size, dtype=torch.uint8, device=self.device)
         if size:
             dist.recv(got, src=rank, group=self._group)
         return got
 
-    def _mine(self, rows: _OwnRows, numbers: Sequence[int]) -> Tensor:
+    def _mine(self, rows: _VersionRows, numbers: Sequence[int]) -> Tensor:
         """This rank's rows of these tensors, one after the other, on its device."""
         parts = [rows.data[rows.places[number]] for number in numbers if number in rows.places]
         if not parts:
             return torch.empty(0, dtype=torch.uint8, device=self.device)
         return torch.cat(parts).to(self.device)
 
-    def _rows_of(self, version: Version) -> _OwnRows:
+    def _rows_of(self, version: Version) -> _VersionRows:
         """The rows of a version. Of one that this rank has released it has others of the same
         shape: nobody will serve them, because the first rank says so at the end.
         """
@@ -312,7 +312,7 @@ class _RankedVersion:
                 yield bucket
 
 
-def _hashed(rows: _OwnRows, starts: Mapping[int, int]) -> list[_Stretch]:
+def _hashed(rows: _VersionRows, starts: Mapping[int, int]) -> list[_HashedStretch]:
     """What a rank keeps. `starts` has the first byte of each tensor that it keeps. It waits for the
     device once.
     """
@@ -322,12 +322,12 @@ def _hashed(rows: _OwnRows, starts: Mapping[int, int]) -> list[_Stretch]:
         lanes(rows.data[rows.places[number]], first=start // WORD)
         for number, start in starts.items()
     ]
-    told: list[_Stretch] = []
+    told: list[_HashedStretch] = []
     for (number, start), (one, other) in zip(
         starts.items(), torch.stack(found).tolist(), strict=True
     ):
         place = rows.places[number]
-        told.append(_Stretch(number, start, start + place.stop - place.start, (one, other)))
+        told.append(_HashedStretch(number, start, start + place.stop - place.start, (one, other)))
     return told
 
 
@@ -364,7 +364,9 @@ def _slices(
         yield piece
 
 
-def _digests(specs: Sequence[TensorSpec], kept: Sequence[Sequence[_Stretch]]) -> Mapping[str, str]:
+def _digests(
+    specs: Sequence[TensorSpec], kept: Sequence[Sequence[_HashedStretch]]
+) -> Mapping[str, str]:
     """The digest of each tensor, by its name: lanes of its parts are added."""
     sums = [[0, 0] for _ in specs]
     for stretches in kept:
