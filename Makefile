@@ -162,7 +162,7 @@ AGENTS_TEST = -m pytest -o addopts='-q --strict-markers --timeout=400' -p no:cac
 # Real vLLM and SGLang servers on this machine's CPU. All of it takes twenty minutes and is for every night; ENGINES names fewer files.
 ENGINES ?= tests/real_engines
 test-engines: $(VENV)/.dev $(SERVERS)
-	$(WITH_SERVERS) $(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=600' $(ENGINES)
+	$(WITH_SERVERS) $(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=1200' $(ENGINES)
 
 # Servers of other people, each in an environment of its own, about 2.5 GB each: they pin what we and the other need in other versions.
 engines: $(VENV)-vllm/.done $(VENV)-sglang/.done

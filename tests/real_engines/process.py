@@ -23,7 +23,7 @@ from midflight.run.orphan_guard import guarded
 Kind = Literal["vllm", "sglang"]
 MAX_RUNNING = 8
 MAX_CONTEXT = 512
-_START_SECONDS = 180.0
+_START_SECONDS = 900.0
 """Of a server on a machine that does other things too; 30 to 50 are usual."""
 _STOP_SECONDS = 3.0
 
