@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -44,6 +45,15 @@ options = { min_word_len = 3, max_word_len = 5 }
 groups_per_step = 2
 group_size = 4
 """
+
+
+_WAITING = re.compile(r"midflight: .*, for \d+ s, .*\n")
+"""What a start says of work that takes long."""
+
+
+def without_waiting(said: str) -> str:
+    """What a command said, but for what it says on a busy machine of work that takes long."""
+    return _WAITING.sub("", said)
 
 
 class Command:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import socket
 import time
 from collections import Counter
@@ -15,7 +14,7 @@ from tests.models.zoo import tiny
 
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 
-from .processes import CONFIG, Command, alive
+from .processes import CONFIG, Command, alive, without_waiting
 
 MODULES = {
     "broken.py": "raise ValueError('half written')\n",
@@ -51,15 +50,10 @@ def train(tmp_path: Path) -> Iterator[Callable[..., Command]]:
         command.end()
 
 
-WAITING = re.compile(r"midflight: .*, for \d+ s, ")
-"""What a start says of work that takes long."""
-
-
 def check_one_message(command: Command, status: int, *words: str) -> None:
     """Exit status, one message on standard error with these words, and no traceback. On a busy machine lines before it say what takes so long."""
     assert command.wait() == status, command.said
-    lines = command.errors.read_text().splitlines(keepends=True)
-    errors = "".join(line for line in lines if not WAITING.match(line))
+    errors = without_waiting(command.errors.read_text())
     assert errors.startswith("midflight: ") and errors.count("midflight: ") == 1, errors
     for word in words:
         assert word in errors, errors

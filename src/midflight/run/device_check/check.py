@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from threading import Timer
+from threading import Event, Timer
 from typing import IO
 
 import msgspec
@@ -75,6 +76,11 @@ def check_device(device: str, *, say: Callable[[str], None] = lambda _: None) ->
     )
 
 
+def _end_late(process: subprocess.Popen[bytes], late: Event) -> None:
+    late.set()
+    process.kill()
+
+
 def _too_late(name: str) -> DeviceTrial:
     why = f"the {BUDGET_SECONDS / 60:.0f} minutes of a check were over"
     return DeviceTrial(name, TrialOutcome.NOT_TRIED, why)
@@ -95,7 +101,8 @@ class _PartProcess:
         """
         with tempfile.TemporaryFile() as errors:
             process = self._start(errors)
-            killing = Timer(self.seconds + GRACE_SECONDS, process.kill)
+            late = Event()
+            killing = Timer(self.seconds + GRACE_SECONDS, partial(_end_late, process, late))
             killing.start()
             try:
                 assert process.stdout is not None
@@ -111,7 +118,7 @@ class _PartProcess:
         if status == WRONG:
             raise ConfigError(said.strip().splitlines()[-1])
         if status != 0:
-            yield self._ended(status, said)
+            yield self._ended(status, said, late=late.is_set())
 
     def _start(self, errors: IO[bytes]) -> subprocess.Popen[bytes]:
         command = [
@@ -134,12 +141,18 @@ class _PartProcess:
             start_new_session=True,
         )
 
-    def _ended(self, status: int, said: str) -> DeviceTrial:
+    def _ended(self, status: int, said: str, *, late: bool) -> DeviceTrial:
         lines = [line for line in said.splitlines() if line.strip()]
         if "Timeout (" in said:
             start = next(i for i, line in enumerate(lines) if "Timeout (" in line)
             shown = lines[start : start + LAST_LINES]
             how = f"did not end within {self.seconds:.0f} s"
+        elif late:
+            shown = lines[-LAST_LINES:]
+            how = (
+                f"did not end within {self.seconds:.0f} s, and was killed. It hangs, or this machine "
+                "is busy: try again when nothing else runs here"
+            )
         else:
             shown = [*lines[-1:], *lines[-LAST_LINES:-1]]  # the error before its traceback
             how = f"ended with status {status}"
