@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from tests.models.mixtures import tiny_mixture
 from tests.models.tiny import tiny_adapted, tiny_model
 from tests.trainer.fixtures import batch, trainer
@@ -31,6 +29,8 @@ from midflight.trainer.model.microbatch import Layout
 from midflight.trainer.model.rank_buckets import collect
 from midflight.trainer.model.ranks import Ranks
 from midflight.trainer.trainer import PolicyTrainer, trainer_of
+
+from .rank_processes import in_processes
 
 BUCKET = 6000
 """Bytes: a small part of the largest tensors, and no multiple of a row."""
@@ -67,20 +67,6 @@ class Held(TorchDispatchMode):
         self._made = [made for made in self._made if made[0]() is not None]
         self.most = max(self.most, sum({place: size for _, place, size in self._made}.values()))
         return out
-
-
-def in_processes(rank: Callable[..., None], size: int, folder: Path) -> None:
-    multiprocessing.set_forkserver_preload([__name__])  # imports once for all ranks
-    mp.start_processes(met, args=(size, str(folder), rank), nprocs=size, start_method="forkserver")
-
-
-def met(number: int, size: int, folder: str, rank: Callable[..., None]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=number, world_size=size)
-    try:
-        rank(Path(folder))
-    finally:
-        dist.destroy_process_group()
 
 
 # --- Put together ----------------------------------------------------------------------------------

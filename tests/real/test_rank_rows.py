@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from tests.engines.servers.fakes import attached
 from tests.engines.servers.own_vllm import StubVllm
 from tests.second_device import crossed, here
@@ -37,22 +35,10 @@ from midflight.weights.transports.process_group import BroadcastReceiver
 from midflight.weights.transports.publisher import named_shapes
 from midflight.weights.transports.rank_rows import RankRowsPublisher
 
+from .rank_processes import in_processes
+
 BUCKET = 4096
 """Bytes: a small part of the largest tensors, and no multiple of a row."""
-
-
-def in_processes(rank: Callable[..., None], size: int, folder: Path) -> None:
-    multiprocessing.set_forkserver_preload([__name__])  # imports once for all ranks
-    mp.start_processes(met, args=(size, str(folder), rank), nprocs=size, start_method="forkserver")
-
-
-def met(number: int, size: int, folder: str, rank: Callable[..., None]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=number, world_size=size)
-    try:
-        rank(Path(folder))
-    finally:
-        dist.destroy_process_group()
 
 
 class Served:

@@ -18,8 +18,8 @@ class ClusterSection(Section):
     of this machine, and `start` starts one on this machine alone.
     """
     token_file: Path | None = None
-    """The file with Ray's authentication token, such as `~/.ray/auth_token`. Without a token,
-    anyone who reaches the cluster can run anything on it.
+    """Path of the file with Ray's authentication token, such as `~/.ray/auth_token`. A cluster
+    without a token runs whatever anyone sends to it.
     """
     engine: dict[str, NonNegative] | None = None
     """The resources of one engine's seat, such as `{ GPU = 4, CPU = 8 }`. Default: by

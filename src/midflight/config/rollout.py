@@ -21,7 +21,7 @@ class RolloutSection(Section):
     max_staleness: Count = 4
     """S: no trained token is older than this many versions. 0 is the synchronous loop."""
     stale_policy: StalePolicy = StalePolicy.WAIT
-    """What happens to groups that would grow too old (docs/staleness.md)."""
+    """Says what becomes of a group that would grow too old (docs/staleness.md)."""
     pause_mode: PauseMode | Literal["auto"] = "auto"
     """How engines pause for a commit (docs/pause-and-resume.md); `auto` goes by what they can."""
     buffer_groups: Positive | None = None

@@ -34,8 +34,8 @@ class TrainerSection(Section):
     epochs_per_step: Annotated[int, Field(ge=1, le=1000)] = 1
     """How often a step trains on its batch (µ of GRPO, PPO's epochs)."""
     on_alarm: Literal["warn", "skip", "stop"] = "warn"
-    """What a reading does that says that training is off its distribution: warn, skip the step, or
-    stop the run.
+    """Some readings say that training is off its distribution. They warn, skip the step, or stop
+    the run.
     """
     ranks: Positive = 1
     """Trainer processes that share each step, with the model sharded over them; on a GPU machine

@@ -1,7 +1,7 @@
-"""What a rank gets of a step: its own rows, and of the tokens of all others what it cannot do
-without.
+"""The part of a step that one rank receives. It has the rank's own rows, and the shapes and groups
+of all the others.
 
-The tokens that a rank makes of it have the shapes of the whole batch, so that the formulas know
+A rank makes tokens from its part that have the shapes of the whole batch, so that the formulas know
 nothing of ranks. In rows of other ranks the ids are 0, and so are the values, unless the loss looks
 beyond a token (`Objective.looks_beyond`) or there is a critic.
 """

@@ -231,7 +231,7 @@ class PolicyTrainer:
         return report
 
     def rows_of_rank(self, tokens: LossTokens, rank: int) -> bytes:
-        """What a rank needs of the tokens to follow this one: its own rows."""
+        """Encodes the rows of a rank, from which it makes the same step (`follow`)."""
         return encode_own_rows(
             tokens, rank, version=self.version, looks_beyond=self._stepper.looks_beyond
         )

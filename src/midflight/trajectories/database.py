@@ -98,8 +98,8 @@ CREATE INDEX IF NOT EXISTS groups_by_task ON groups (substr(task, 1, {TASK_BEGIN
 DROP INDEX IF EXISTS groups_by_state;
 CREATE TABLE IF NOT EXISTS sources (name TEXT PRIMARY KEY) WITHOUT ROWID;
 """
-"""What lets readers of a run see its newest groups without a look at all the others. A store of an
-older Midflight gets it when its run goes on, and is read without it.
+"""Indexes and names by which a reader finds the newest groups of a run and passes over the others.
+A store of an older Midflight is read without them. It gets them when its run goes on.
 """
 
 SEALS = """

@@ -9,7 +9,6 @@ store.
 """
 
 import hashlib
-import os
 import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ import msgspec
 
 from midflight.errors import ConfigError, MidflightError
 from midflight.trajectories.database import BEGUN, COPIED, look
-from midflight.trajectories.store_errors import naming
+from midflight.trajectories.store_errors import naming, sync
 from midflight.types import Version
 
 STORE = "store.sqlite"
@@ -166,20 +165,11 @@ def copy_store(
             # It does without shared memory, which the other file system may lack.
             target.execute("PRAGMA locking_mode = EXCLUSIVE")
             target.execute("PRAGMA journal_mode = DELETE")
-        _sync(draft)
+        sync(draft)
         draft.replace(copy)
-        _sync(copy.parent)
+        sync(copy.parent)
     finally:
         remove(draft)
-
-
-def _sync(path: Path) -> None:
-    with naming(path):
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 # --- Going on, and looking ------------------------------------------------------------------------

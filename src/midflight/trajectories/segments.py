@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from midflight.errors import StoreCorrupt, TokensRemoved
-from midflight.trajectories.store_errors import naming
+from midflight.trajectories.store_errors import naming, sync
 
 SEGMENTS = "segments"
 """The name of the folder in that of the run, or of one of its gateways."""
@@ -228,13 +228,5 @@ def _begun(folder: Path) -> _OpenSegment:
     with naming(path):
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        _sync_folder(folder)
+    sync(folder)
     return _OpenSegment(name, path, handle)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -1,5 +1,8 @@
-"""Errors of the store's files, which name the file and the remedy."""
+"""The store's files and their disk: errors that name the file and the remedy, and waits for the
+disk itself.
+"""
 
+import os
 import sqlite3
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -30,3 +33,13 @@ def naming(path: Path) -> Generator[None]:
             f"{'Writing' if full else 'Opening'} {path}: {error.strerror or error}; "
             f"{_NO_ROOM if full else _NO_ACCESS}."
         ) from error
+
+
+def sync(path: Path) -> None:
+    """Waits until what was written to a file, or changed in a folder, is on the disk itself."""
+    with naming(path):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -182,8 +182,10 @@ class DirectRound:
     def _buckets(self, bucket_bytes: int) -> tuple[tuple[str, ...], ...]:
         if self._meets == "plugin":
             return ()
-        cut = packs(self._leg.tensors, bucket_bytes)
-        return tuple(tuple(spec.name for spec in pack) for pack in cut)
+        buckets: list[tuple[str, ...]] = []
+        for pack in packs(self._leg.tensors, bucket_bytes):
+            buckets.append(tuple(spec.name for spec in pack))
+        return tuple(buckets)
 
     def sent(self, answer: Answer | None) -> None:
         """Takes the publisher's word that all is sent. `None` means that the publisher

@@ -100,7 +100,7 @@ class RankRowsPublisher(Publisher):
         """The rows of the newest version."""
         self._specs: tuple[TensorSpec, ...] = ()
         self._kept: Sequence[Sequence[_HashedStretch]] = ()
-        """What each rank keeps of a version. It is the same of all versions."""
+        """The stretches of tensors that each rank keeps. They are the same in all versions."""
         self._sender: BroadcastPublisher | None = None
         if rank == 0:
             self._sender = BroadcastPublisher(
@@ -313,8 +313,8 @@ class _RankedVersion:
 
 
 def _hashed(rows: _VersionRows, starts: Mapping[int, int]) -> list[_HashedStretch]:
-    """What a rank keeps. `starts` has the first byte of each tensor that it keeps. It waits for the
-    device once.
+    """Hashes the stretches that a rank keeps. `starts` has the first byte of each, by the number of
+    its tensor. Waits for the device once.
     """
     if not starts:
         return []

@@ -206,8 +206,8 @@ def bytes_of(tensors):
 
 
 class OwnUpdate:
-    """What our plugin adds to an update by the server's own transfer engine: the digests of what
-    has arrived, and the weights that were served before, so that it can be taken back.
+    """Watches an update by the server's own transfer engine for our plugin. It hashes what arrives,
+    and keeps the weights that were served before, so that the update can be taken back.
     """
 
     def __init__(self, model):

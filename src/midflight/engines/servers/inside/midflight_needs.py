@@ -82,7 +82,7 @@ NEEDS = {
         "sglang.srt.utils.weight_versions": ("WeightVersionEvent",),
     },
 }
-"""What our plugin takes from each module, by server."""
+"""The names that our plugin imports from each module of a server, by server."""
 
 
 def missing(needs):

@@ -129,7 +129,9 @@ class Loader:
             get_layerwise_info(module).reset()
 
     def _midflight_update(self) -> OwnUpdate:
-        """What is kept of vLLM's own updates. The model's way of loading notes what comes."""
+        """Returns the watch of vLLM's own updates, and makes it at the first call: from then on the
+        model tells it of all weights that it loads.
+        """
         model = self.model_runner.get_model()
         if not hasattr(self, "midflight_own_update"):
             self.midflight_own_update = OwnUpdate(model)
