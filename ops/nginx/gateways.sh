@@ -33,6 +33,8 @@ for shard in "${!found[@]}"; do
     upstream "midflight_gateway_$shard" "${found[$shard]}"
 done
 upstream midflight_any "${found[@]}"
+# nginx reads these two names, not the shell.
+# shellcheck disable=SC2016
 echo 'map $midflight_shard $midflight_gateway {'
 echo '    default midflight_gateway_0;'
 for shard in "${!found[@]}"; do
