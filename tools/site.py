@@ -29,8 +29,9 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "AGENTS.md": "agents.md",
     "CHANGELOG.md": "changelog.md",
+    "benchmarks/NOTES.md": "notes.md",
 }
-"""Pages of the root, by their places on the site."""
+"""Pages outside docs, by their places on the site."""
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 LANGUAGES = {
@@ -52,7 +53,7 @@ HIDDEN = "---\nsearch:\n  exclude: true\n---\n\n"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages of the root, and a page for each file and folder that any page links to."""
+    """Adds the pages outside docs, and a page for each file and folder that any page links to."""
     from mkdocs.structure.files import File
 
     added = {
@@ -116,7 +117,8 @@ def _public_names() -> str:
 
 def _home_of(place: str) -> Path:
     """The folder from which the links of a page begin."""
-    return ROOT if place in PAGES.values() else (ROOT / "docs" / place).parent
+    outside = {where: name for name, where in PAGES.items()}
+    return (ROOT / outside.get(place, f"docs/{place}")).parent
 
 
 def _place_of(path: Path) -> str:
