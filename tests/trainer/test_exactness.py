@@ -62,6 +62,7 @@ def move(data: PackedBatch, loss: Objective, **options: Any) -> tuple[torch.Tens
     return weights(model) - start, report.loss, dict(report.metrics)
 
 
+@pytest.mark.timeout(1800)  # a C++ compiler beside other work
 @pytest.mark.skipif(which("g++") is None, reason="PyTorch compiles for CPUs by a C++ compiler")
 def test_compiled_layers_keep_their_names_and_move_the_same_way() -> None:
     data, loss = aged(), objective("default")

@@ -29,8 +29,8 @@ def doctor(
         str | None,
         typer.Option(
             help=(
-                "Try every path on this device in ten minutes, such as cuda or cpu, in place of the "
-                "table."
+                "Try every path on this device, such as cuda or cpu, in place of the table: ten "
+                "minutes, and up to seven for each server that is here."
             ),
         ),
     ] = None,

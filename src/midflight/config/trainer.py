@@ -53,6 +53,10 @@ class TrainerSection(Section):
     """Compile the layers' feed-forward parts: slower to start, no faster on CPUs, not measured on
     GPUs.
     """
+    deterministic: bool = False
+    """Compute a step on a GPU so that the same step gives the same bits again, as on a CPU: slower.
+    For runs whose steps somebody replays.
+    """
     threads: Positive = 1
     """CPU threads of one trainer process."""
     device: str = "cpu"

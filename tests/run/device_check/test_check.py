@@ -81,13 +81,16 @@ def test_a_process_that_does_not_even_end_itself_is_killed(script: Script, monke
     assert [trial.outcome for trial in part.trials] == [TrialOutcome.WORKS, TrialOutcome.FAILED] and part.seconds < 30
 
 
-def test_what_comes_after_the_ten_minutes_is_said_as_not_tried(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "PARTS", {"one": 5.0, "two": 5.0})
+def test_what_comes_after_the_ten_minutes_is_said_as_not_tried_and_servers_have_their_own(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "PARTS", {"one": 5.0, "two": 5.0, "vLLM": 5.0})
     monkeypatch.setattr(check, "BUDGET_SECONDS", 10.05)
     script(lines(ABOUT, WORKS) + "import time\ntime.sleep(0.2)")
-    first, second = check.check_device("cpu").parts
+    first, second, server = check.check_device("cpu").parts
     assert first.trials == (WORKS,)
     assert [trial.line for trial in second.trials] == ["the 0 minutes of a check were over"]
+    assert server.trials == (WORKS,)
 
 
 def test_a_device_that_is_not_here_is_refused_by_name_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:

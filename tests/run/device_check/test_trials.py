@@ -32,6 +32,13 @@ def bench(scratch: Path) -> Bench:
     return Bench(CPU, scratch)
 
 
+@pytest.fixture(autouse=True)
+def any_order() -> Iterator[None]:
+    """Trials of determinism set a switch of their process, which ends with them."""
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 def failed(trials: Iterable[DeviceTrial]) -> list[str]:
     return [trial.what for trial in trials if trial.outcome is TrialOutcome.FAILED]
 

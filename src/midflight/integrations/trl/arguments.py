@@ -201,7 +201,7 @@ class TrainingArguments:
         False, "the place in the data is kept in the run's store; leave it out"
     )
     restore_callback_states_from_checkpoint: bool = idle(False)
-    full_determinism: bool = idle(False, "`run.seed` says what of a run is the same each time")
+    full_determinism: bool = mapped(False, "`trainer.deterministic`")
     seed: int = mapped(42, "`run.seed`")
     data_seed: int | None = idle(None, "`seed` draws the order of the rows")
     use_cpu: bool = mapped(False, '`trainer.device` and `engine.device` = "cpu"')
@@ -353,6 +353,7 @@ class TrainingArguments:
             "compute_dtype": "bfloat16" if self.in_half and dtype == "float32" else "auto",
             "activation_checkpointing": bool(self.gradient_checkpointing) and self.device != "cpu",
             "compile": bool(self.torch_compile),
+            "deterministic": self.full_determinism,
             "checkpoint_every": checkpoints.get(
                 self.save_strategy, of_steps(self.save_steps, steps)
             ),

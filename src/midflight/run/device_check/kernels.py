@@ -63,14 +63,14 @@ def trainer_kernels(bench: Bench) -> Iterator[DeviceTrial]:
     )
     yield tried(
         "a step that computes activations again",
-        lambda: _same_step(bench, activation_checkpointing=True),
+        lambda: same_step(bench, activation_checkpointing=True),
         remedy="set trainer.activation_checkpointing = false",
     )
     what = "a step with compiled layers"
     if bench.is_cuda:
         yield tried(
             what,
-            lambda: _same_step(bench, compiled=True),
+            lambda: same_step(bench, compiled=True),
             remedy="set trainer.compile = false",
         )
     else:
@@ -143,20 +143,23 @@ def _step_in_bfloat16(bench: Bench) -> str:
     return within(apart, BFLOAT16_NATS, "apart from the loss in float32")
 
 
-def _same_step(
+def same_step(
     bench: Bench, *, activation_checkpointing: bool = False, compiled: bool = False
 ) -> str:
-    """The share of the step's length by which it differs from one without the option."""
-    plain = _stepped(bench)
-    other = _stepped(bench, activation_checkpointing=activation_checkpointing, compiled=compiled)
+    """The share of the step's length by which it differs from a step without the options. Raises
+    `Wrong` if that is more than rounding.
+    """
+    plain = stepped(bench)
+    other = stepped(bench, activation_checkpointing=activation_checkpointing, compiled=compiled)
     before = weights_of(bench.model(SMALL))
     share = float((plain - other).norm() / (plain - before).norm())
     return within(share, SAME_STEP, "of the step apart")
 
 
-def _stepped(
+def stepped(
     bench: Bench, *, activation_checkpointing: bool = False, compiled: bool = False
 ) -> torch.Tensor:
+    """The weights after a step from the small model."""
     model = bench.model(SMALL)
     trainer = policy_trainer(
         model, SMALL, activation_checkpointing=activation_checkpointing, compiled=compiled

@@ -12,14 +12,13 @@ from midflight.run.device_check.bench import (
     Bench,
     Found,
     Wrong,
-    batch,
     most,
-    policy_trainer,
     requests,
     tried,
 )
-from midflight.run.device_check.kernels import weights_of
+from midflight.run.device_check.kernels import same_step, stepped
 from midflight.run.device_check.report import DeviceTrial
+from midflight.trainer.model.determinism import compute_in_one_order
 from midflight.types import GenerateRequest
 
 _SERVERS_HAVE_IT = 'set engine.kind to "vllm" or "sglang", with engine.deterministic = true'
@@ -39,9 +38,16 @@ def sameness(bench: Bench) -> Iterator[DeviceTrial]:
             remedy=_SERVERS_HAVE_IT,
         )
     yield tried(
-        "the same step twice: weights to the bit",
-        lambda: _same_step(bench),
-        remedy="nothing in Midflight makes a GPU's sums come in one order; compare runs by curves",
+        "the same step twice",
+        lambda: same_step(bench),
+        remedy='set trainer.device = "cpu"',
+    )
+    # It comes last, because it holds for the rest of the process.
+    compute_in_one_order()
+    yield tried(
+        "the same step twice with trainer.deterministic: weights to the bit",
+        lambda: _same_bits(bench),
+        remedy="remove trainer.deterministic, and compare runs by curves",
     )
 
 
@@ -71,14 +77,8 @@ def _alone_and_beside(bench: Bench, dtype: str) -> Found:
     return Found(f"the same tokens, {apart:.2g} nats apart at most")
 
 
-def _same_step(bench: Bench) -> str:
-    first, second = (_stepped(bench) for _ in range(2))
+def _same_bits(bench: Bench) -> str:
+    first, second = (stepped(bench) for _ in range(2))
     if not torch.equal(first, second):
-        raise Wrong(f"{int((first != second).sum())} of {len(first)} weights differ")
+        raise Wrong(f"{int((first != second).sum()):,} of {len(first):,} weights differ")
     return f"{len(first):,} weights are equal"
-
-
-def _stepped(bench: Bench) -> torch.Tensor:
-    model = bench.model(SMALL)
-    policy_trainer(model, SMALL).step(batch(SMALL, 0))
-    return weights_of(model)

@@ -36,6 +36,7 @@ from midflight.run.device_check.bench import (
     PROMPT,
     REAL,
     SMALL,
+    TF32_TOLERANCE,
     TOLERANCE,
     Bench,
     BenchSize,
@@ -164,6 +165,10 @@ class _ServerBench:
     @property
     def name(self) -> str:
         return NAMES[self.kind]
+
+    @property
+    def tolerance(self) -> float:
+        return TF32_TOLERANCE if self.bench.is_cuda else TOLERANCE
 
     @property
     def other_engine(self) -> str:
@@ -312,7 +317,7 @@ class _ServerBench:
             differences.append(most(said, expected))
         if size is REAL:
             return Found(f"{max(differences):.2g} nats apart at most, in bfloat16")
-        return Found(within(max(differences), TOLERANCE, "nats apart at most"))
+        return Found(within(max(differences), self.tolerance, "nats apart at most"))
 
     async def _speed(self, engine: ServerEngine, size: BenchSize) -> Found:
         number = max(size.running)
@@ -350,7 +355,7 @@ class _ServerBench:
         answer = await answered_across(engine, request, coming, mode)
         outbox.release(version)
         answer.versions = [each - version for each in answer.versions]
-        return checked_answer((before, after), request, answer, mode)
+        return checked_answer((before, after), request, answer, mode, tolerance=self.tolerance)
 
     async def _taken_back(self, server: _Attached, outbox: Publisher, version: int) -> str:
         """Stages a version and damages its file, so that the server fails to load it."""

@@ -159,9 +159,11 @@ def checked_answer(
     request: GenerateRequest,
     answer: SwappedAnswer,
     mode: PauseMode,
+    *,
+    tolerance: float = TOLERANCE,
 ) -> str:
     """Computes each token's log-probability again, under the version that the engine names. Raises
-    `Wrong` if one differs. `models` are those of versions 0 and 1.
+    `Wrong` if one differs by more than `tolerance` nats. `models` are those of versions 0 and 1.
     """
     number = answer.versions.count(0)
     if answer.versions != [0] * number + [1] * (len(answer.versions) - number):
@@ -170,7 +172,7 @@ def checked_answer(
         raise Wrong(f"all {len(answer.versions)} tokens are of one version")
     expected = across(models, request.input_ids, answer.token_ids, number=number, mode=mode)
     worst = most(answer.logprobs, expected)
-    within(worst, TOLERANCE, "nats apart at most")
+    within(worst, tolerance, "nats apart at most")
     return (
         f"{number} tokens of the version before and {len(answer.versions) - number} of the new "
         f"one, {worst:.2g} nats apart at most"

@@ -24,6 +24,7 @@ from midflight.observe.lines import StepLine
 from midflight.run.replay.recorded_steps import RecordedBatches, line_of, lines_of
 from midflight.trainer.checkpoint import load_checkpoint
 from midflight.trainer.folders import CheckpointState, checkpoints
+from midflight.trainer.model.determinism import compute_in_one_order
 from midflight.trainer.model.probe import proven_layout
 from midflight.trainer.report import StepReport
 from midflight.trainer.trainer import PolicyTrainer, trainer_of
@@ -79,6 +80,8 @@ def replay_step(
     section = stored.trainer.model_copy(update={"device": device})
     config = stored.model_copy(update={"trainer": section})
     torch.set_num_threads(config.trainer.threads)  # another number adds in another order
+    if config.trainer.deterministic:
+        compute_in_one_order()
     if config.distillation.teacher is not None:
         raise ConfigError(
             f"{folder} was trained with a teacher, whose log-probabilities are not stored, so that "

@@ -45,6 +45,7 @@ from midflight.run.trainer.warm_start import warm_start, warm_start_data
 from midflight.text.byte_tokenizer import write_byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
 from midflight.trainer.folders import newest_whole, version_of
+from midflight.trainer.model.determinism import compute_in_one_order
 from midflight.trainer.model.microbatch import Layout
 from midflight.trainer.model.probe import proven_layout
 from midflight.trainer.model.ranks import Ranks, backend_of, join
@@ -131,6 +132,8 @@ async def run_trainer(spec: TrainerSpec, launcher: LauncherPipe) -> None:
     wrote.
     """
     config = Config.model_validate_json(spec.config)
+    if config.trainer.deterministic:
+        compute_in_one_order()
     if spec.rank > 0:
         await follow(
             partial(_follower, config, spec),
