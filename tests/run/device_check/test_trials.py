@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from midflight.engines.embedded.engine import EmbeddedEngine, Generated
-from midflight.run.device_check import inside, kernels, sameness, speeds, swaps
+from midflight.run.device_check import inside, kernels, sameness, servers, speeds, swaps
 from midflight.run.device_check.bench import SMALL, Bench, Found, Wrong, not_tried, requests, tried, within
 from midflight.run.device_check.report import DeviceTrial, TrialOutcome
 from midflight.run.device_check.swaps import SwappedAnswer, checked_answer
@@ -62,6 +63,23 @@ def test_a_trial_keeps_what_was_found_its_error_or_the_reason() -> None:
     for number in (1.5, float("nan")):
         with pytest.raises(Wrong, match="at most 1 are rounding"):
             within(number, 1.0, "nats")
+
+
+def test_trials_of_a_server_are_told_as_they_end_and_an_error_after_them_is_raised() -> None:
+    went_on: list[str] = []
+
+    async def trials() -> AsyncGenerator[DeviceTrial]:
+        yield not_tried("one", "")
+        await asyncio.sleep(0.05)
+        went_on.append("to two")
+        yield not_tried("two", "")
+        raise RuntimeError("it died")
+
+    coming = servers.as_they_come(trials())
+    assert next(coming).what == "one" and not went_on
+    assert next(coming).what == "two"
+    with pytest.raises(RuntimeError, match="it died"):
+        next(coming)
 
 
 def test_what_a_cpu_cannot_try_is_said_with_its_reason(bench: Bench) -> None:

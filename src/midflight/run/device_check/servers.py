@@ -102,7 +102,7 @@ def servers(bench: Bench, kind: str) -> Iterator[DeviceTrial]:
         return
     at = _ServerBench(bench, kind, python)
     for size in bench.sizes:
-        yield from asyncio.run(at.trials(size))
+        yield from as_they_come(at.trials(size))
     if bench.why_not_real:
         yield not_tried(f"{name} in real size", bench.why_not_real)
     yield from _own_engine(at)
@@ -120,6 +120,25 @@ def interpreter(kind: str) -> Path | None:
         if path and os.access(path, os.X_OK):
             return Path(path).absolute()
     return Path(sys.executable) if find_spec(kind) is not None else None
+
+
+def as_they_come(trials: AsyncGenerator[DeviceTrial]) -> Iterator[DeviceTrial]:
+    """Yields each trial when it has ended, also if a later one never does."""
+    ended = asyncio.Queue[DeviceTrial | None]()
+
+    async def fill() -> None:
+        try:
+            async for trial in trials:
+                ended.put_nowait(trial)
+        finally:
+            ended.put_nowait(None)
+
+    with asyncio.Runner() as runner:
+        loop = runner.get_loop()
+        filling = loop.create_task(fill())
+        while (trial := loop.run_until_complete(ended.get())) is not None:
+            yield trial
+        loop.run_until_complete(filling)
 
 
 async def tried_while(
@@ -244,25 +263,21 @@ class _ServerBench:
             direct=swaps,
         )
 
-    async def trials(self, size: BenchSize) -> list[DeviceTrial]:
-        """All that one server is tried with. It is a list, because the server ends with it."""
-        found: list[DeviceTrial] = []
+    async def trials(self, size: BenchSize) -> AsyncGenerator[DeviceTrial]:
+        """Yields all that one server is tried with, and ends the server."""
         at = f"{self.name} ({size.name})"
+        what = f"{at}: it starts"
         began = time.monotonic()
         try:
             async with self.attached(size, self.config(size=size)) as server:
                 took = time.monotonic() - began
-                found.append(
-                    DeviceTrial(
-                        f"{at}: it starts", TrialOutcome.WORKS, f"{took:.0f} s", seconds=took
-                    )
-                )
-                found += [trial async for trial in self._on(server, size, at)]
+                yield DeviceTrial(what, TrialOutcome.WORKS, f"{took:.0f} s", seconds=took)
+                what = f"{at}: it goes on"
+                async for trial in self._on(server, size, at):
+                    yield trial
         except Exception as error:  # a server may fail in any way
-            what = f"{at}: it starts and goes on" if not found else f"{at}: it goes on"
             failed = Wrong(str(first_error(error)))
-            found.append(tried(what, partial(_raised, failed), remedy=self.other_engine))
-        return found
+            yield tried(what, partial(_raised, failed), remedy=self.other_engine)
 
     async def _on(self, server: _Attached, size: BenchSize, at: str) -> AsyncGenerator[DeviceTrial]:
         engine = server.engine
