@@ -1,8 +1,9 @@
-"""Every number has a meaning, and the page says it."""
+"""Every number has a meaning beside its definition, and the page says it."""
 
 from __future__ import annotations
 
 import re
+import runpy
 from itertools import dropwhile, takewhile
 from pathlib import Path
 
@@ -16,7 +17,9 @@ from midflight.observe.prometheus import Metrics
 from midflight.observe.status import TRAINER_KEYS, LearningStatus, Totals
 from midflight.types import Accounts
 
-PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "metrics.md"
+TOOL = runpy.run_path(str(ROOT / "tools" / "metrics.py"))
 
 
 def table(heading: str) -> list[list[str]]:
@@ -41,6 +44,23 @@ def meaning_of(name: str) -> str | None:
     return None
 
 
+def test_the_page_is_current() -> None:
+    assert PAGE.read_text() == TOOL["page"](), "run: python tools/metrics.py docs/metrics.md"
+
+
+def test_every_number_that_the_code_of_the_trainer_names_has_a_meaning() -> None:
+    source = "".join((TOOL["SOURCE"] / file).read_text() for file in TOOL["TRAINER"])
+    names = {name for name in re.findall(r'f?"([a-z]+/[\w{}/]+)"\]?(?::| =)', source) if not name.startswith("mismatch/")}
+    assert len(names) > 25 and [name for name in sorted(names) if meaning_of(f"train/{name}") is None] == []
+
+
+def test_every_alarm_that_is_raised_is_in_the_table_and_no_other() -> None:
+    source = "".join(path.read_text() for path in sorted(TOOL["SOURCE"].rglob("*.py")))
+    raised = set(re.findall(r'(?:facts\.Alarmed|self\._say)\(\s*"(\w+)"', source))
+    assert len(raised) > 12
+    assert {name.strip("`") for name, _ in table('### `"kind": "alarm"`: what somebody should look at')} == raised
+
+
 def test_every_name_that_a_line_may_lead_to_has_a_meaning() -> None:
     given = dict.fromkeys(("tools/calls", "tools/add/calls", "tools/add/failures", "tools/unknown", "tools/exhausted", "fields/x"), 1.0)
     trainer = ("age/3/share", "age/3/masked_veto", "masked/veto", "mismatch/same_keys/k3", "reward/style", *TRAINER_KEYS)
@@ -63,7 +83,7 @@ def test_every_name_that_a_line_may_lead_to_has_a_meaning() -> None:
         ("train/rho/ess", "train/rho/ess"),
         ("train/age/12/rho_mean", "train/age/<n>/<reading>"),
         ("rollout/length_mean", "rollout/length_mean"),
-        ("rollout/length_max", "rollout/length_<which>"),
+        ("rollout/length_max", "rollout/length_<name>"),
         ("rollout/reward/a b/c", "rollout/reward/<name>"),
         ("rollout/reward_mean", "rollout/reward_mean"),
         ("tools/add/seconds", "tools/<name>/<reading>"),

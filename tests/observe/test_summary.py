@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from pathlib import Path
 
 import msgspec
@@ -12,7 +11,7 @@ from rich.console import Console
 from midflight.observe.history import JournalHistory
 from midflight.observe.lines import StepLine
 from midflight.observe.status import Bound, IdleTime, LearningStatus, SourceStatus, Status, Totals
-from midflight.observe.summary import StartNotes, Summary, past_seconds, summarise, summary_of, write_summary
+from midflight.observe.summary import StartNotes, past_seconds, summarise, summary_of, write_summary
 from midflight.observe.summary_table import summary_table
 from midflight.types import Accounts
 
@@ -134,8 +133,3 @@ def test_the_table_shows_scores_and_counts() -> None:
         "600 trained, 6 not yet, 7 dropped",
     ):
         assert words in text, words
-
-
-def test_every_key_is_defined_in_the_documentation() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text().partition("## `summary.json`")[2]
-    assert [field.name for field in fields(Summary) if f"`{field.name}`" not in page] == []

@@ -97,12 +97,12 @@ def descriptions() -> Mapping[tuple[str, str], str]:
         (node,) = ast.parse(inspect.getsource(section)).body
         assert isinstance(node, ast.ClassDef)
         found[node.name, ""] = ast.get_docstring(node) or ""
-        for name, text in _attributes(node):
+        for name, text in attribute_texts(node):
             found[node.name, name] = text
     return found
 
 
-def _attributes(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+def attribute_texts(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
     """The attributes of a class that have a docstring, each with its text on one line."""
     for statement, following in pairwise(node.body):
         if not isinstance(statement, ast.AnnAssign) or not isinstance(following, ast.Expr):

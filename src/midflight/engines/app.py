@@ -225,32 +225,34 @@ class EngineCollector(Collector):
         health = self._reading()
         yield CounterMetricFamily(
             "midflight_engine_output_tokens",
-            "Output tokens since the engine started",
+            "Output tokens since the engine started.",
             value=health.num_tokens,
         )
         yield CounterMetricFamily(
             "midflight_engine_computed_tokens",
-            "Tokens that went through the model",
+            "Tokens that went through the model.",
             value=health.num_computed,
         )
         yield CounterMetricFamily(
             "midflight_engine_reused_tokens",
-            "Tokens of prompts whose keys were there",
+            "Tokens of prompts whose keys were there.",
             value=health.num_reused,
         )
         yield GaugeMetricFamily(
             "midflight_engine_running_requests",
-            "Requests decoded together",
+            "Requests decoded together.",
             value=health.num_running,
         )
         yield GaugeMetricFamily(
             "midflight_engine_waiting_requests",
-            "Requests waiting for a slot",
+            "Requests waiting for a slot.",
             value=health.num_waiting,
         )
         yield GaugeMetricFamily(
-            "midflight_engine_weight_version", "Version of the weights served", value=health.version
+            "midflight_engine_weight_version",
+            "Version of the weights served.",
+            value=health.version,
         )
         yield GaugeMetricFamily(
-            "midflight_engine_paused", "1 while paused", value=float(health.paused)
+            "midflight_engine_paused", "1 while paused.", value=float(health.paused)
         )

@@ -1,5 +1,7 @@
 """Conditions of a run that people should look at, as `Alarmed` facts for terminal, journal and
-Prometheus. docs/metrics.md lists the alarms.
+Prometheus.
+
+The comment `#:` before an alarm says when it is raised; docs/metrics.md is made of these.
 """
 
 import logging
@@ -125,11 +127,13 @@ class Alarms:
                 self._stepped(fact)
             case facts.Quarantined(engine=engine, error=error):
                 text = f"{engine} gets no more requests: {shortened(error)}"
+                #: An engine does not serve requests.
                 if self._say("engine_lost", text, about=engine):
                     self._lost.add(engine)
             case facts.Rejoined(engine=engine, version=version) if engine in self._lost:
                 self._lost.discard(engine)
                 text = f"{engine} gets requests again, at version {version}"
+                #: An engine that was lost serves requests again.
                 self._record(facts.Alarmed("engine_back", text))
             case _:
                 pass
@@ -140,6 +144,7 @@ class Alarms:
         self._num_off_policy = self._num_off_policy + 1 if step.alarms else 0
         if self._num_off_policy >= OFF_POLICY_STEPS and not is_too_large:
             readings = "; ".join(step.alarms)
+            #: Eight steps in a row a reading is [out of its bounds](#alarms).
             self._say(
                 "off_policy",
                 f"the step to version {step.version}, the last of {self._num_off_policy} in a row: "
@@ -158,6 +163,7 @@ class Alarms:
     def _dropped(self, closed: facts.GroupClosed) -> None:
         at = f"task {closed.key.index} of epoch {closed.key.epoch}"
         why = WHY_DROPPED[closed.reason]
+        #: A group is lost to training, the first for each reason.
         self._say(
             "group_dropped",
             f"a group was dropped ({at}, {closed.num_tokens} tokens): {why}.",
@@ -167,6 +173,7 @@ class Alarms:
     def _all_masked(self, session: facts.SessionEnded) -> None:
         fields = ", ".join(session.masked_by) or "a record that its engine left out"
         masked = sum(session.masked.values())
+        #: All tokens of a session are masked: which fields of requests caused it.
         self._say(
             "all_masked",
             f"all {masked} tokens of a session are masked ({', '.join(session.masked)}), because "
@@ -189,6 +196,7 @@ class Alarms:
                 f"{counts.total()} of the last {len(self._recent)} rollouts got no reward: "
                 f"{most_common(counts)}"
             )
+            #: A tenth of the last 64 tries, and 8 at least, got no reward.
             self._say(
                 "failures",
                 f"{seen}. They are in no mean and no gradient; mend the environment, or what "
@@ -209,10 +217,14 @@ class Alarms:
             )
             lines += [f"  {place}" for place in own_frames(rollout.trace)]
             lines += [f"  the whole traceback: {self._log}"]
+        #: A rollout got no reward, the first by this class of error. The traceback is in
+        #: `logs/rollout.log`.
         self._record(facts.Alarmed("failure", "\n".join(lines)))
 
     def _scored(self, rollout: facts.RolloutEnded) -> None:
         if rollout.num_turns == 0:
+            #: A rollout was scored without an answer of the model. Eight such groups in a row end the
+            #: run.
             self._say(
                 "no_model_call",
                 f"a rollout of {rollout.source} was scored {number(rollout.reward)} without an "
@@ -224,6 +236,7 @@ class Alarms:
         self._num_equal = self._num_equal + 1 if rollout.reward == self._reward else 1
         self._reward = rollout.reward
         if self._num_equal == self._equal_after:
+            #: Three steps' worth of rollouts have one reward (not with a teacher).
             self._say(
                 "rewards_equal",
                 f"the last {self._num_equal} rollouts ({EQUAL_STEPS} steps) all got reward "
@@ -234,6 +247,7 @@ class Alarms:
     def _evaluated(self, score: facts.Evaluated) -> None:
         total = score.num_tasks + score.num_failed
         error = shortened(score.error or "a reward of None")
+        #: An evaluation is `incomplete`.
         self._say(
             "evaluation_incomplete",
             f"the held-out score of {score.source} at version {score.version} is "

@@ -74,6 +74,8 @@ class Learning:
                 # Such a group never waited for a step, so that it was not in a `GroupFinished`.
                 self._spreads.append(0.0)
                 if alike is not None:
+                    #: `curriculum/refilled/<which>`: Groups replaced because all passed or all failed.
+                    #: Healthy: few.
                     self._refilled.append(f"refilled/{alike}")
             case facts.TaskDrawn():
                 self._drawn.append(fact)
@@ -113,18 +115,22 @@ class Learning:
         )
 
     def _curriculum(self) -> dict[str, float]:
-        """Returns the numbers of the curriculum. `refilled/...` counts groups whose rewards were
-        all alike, and `drawn/...` counts tasks that were begun. `pool/...` and `pass_rate` are
-        those of the last task that was drawn.
+        """Returns the numbers of the curriculum. `pool/...` and `pass_rate` are those of the last
+        task that was drawn.
         """
         counts = Counter(self._refilled)
+        #: `curriculum/drawn/<pool>`: Tasks begun from a pool: unseen, hard, learnable, easy.
+        #: Healthy: mostly unseen and learnable.
         counts.update(f"drawn/{drawn.pool}" for drawn in self._drawn)
         found = {name: float(number) for name, number in sorted(counts.items())}
         if self._drawn:
             last = self._drawn[-1]
             for pool, size in last.sizes.items():
+                #: `curriculum/pool/<pool>`: Tasks in the pool. Healthy: easy grows.
                 found[f"pool/{pool}"] = float(size)
             if last.pass_rate is not None:
+                #: `curriculum/pass_rate`: Passes among the rollouts that pass rates look back on
+                #: (share). Healthy: near 0.5 where tasks are drawn by learnability.
                 found["pass_rate"] = last.pass_rate
         return found
 

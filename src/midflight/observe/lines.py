@@ -17,18 +17,28 @@ from midflight.types.digests import StepDigests
 class StepLine(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="step", tag_field="kind"
 ):
-    """One step of the trainer. docs/metrics.md defines every key."""
+    """One step of the trainer. Keys without a text here mean what they do in `LearningStatus` and
+    `Status`, but of the rollouts and groups that ended since the line before.
+    """
 
     step: int
+    """The number of the step, from 1."""
     version: Version
+    """The version that it made."""
     seconds: float
     step_seconds: float
+    """Length of the step, without the wait for its batch (s)."""
     eta_seconds: float | None = None
     tokens: int
+    """Trainable tokens of the batch."""
     groups: int | None = None
+    """Groups of the batch. Healthy: `rollout.groups_per_step`."""
     rollouts: int
+    """Training rollouts that ended since the step before."""
     reward: float | None = None
+    """Mean reward of the rollouts that ended since the step before. Healthy: rises."""
     reward_by_source: dict[str, float] | None = None
+    """The same of each source."""
     reward_spread: float | None = None
     zero_spread_share: float | None = None
     generated_length: float | None = None
@@ -36,14 +46,21 @@ class StepLine(
     truncated_share: float | None = None
     lengths: dict[str, float] | None = None
     histograms: dict[str, Histogram] | None = None
+    """`reward`, `generated_length`, `truncated_length` and `trained_length`: each has `edges`, and
+    `counts` between them.
+    """
     turns_mean: float | None = None
     components: dict[str, float] | None = None
     metrics: dict[str, float] | None = None
     curriculum: dict[str, float] | None = None
     failures: dict[str, int] | None = None
+    """Tries without a reward since the line before, by class of error."""
     staleness: dict[int, int] | None = None
+    """Trainable tokens of the batch by age."""
     staleness_mean: float | None = None
+    """Mean age of the trainable tokens (versions). Healthy: at most `rollout.max_staleness`."""
     staleness_max: int | None = None
+    """Largest age of them (versions). Healthy: the same."""
     generation_rate: float
     training_rate: float
     training_seconds: float = 0.0
@@ -54,30 +71,46 @@ class StepLine(
     bound: Bound = Bound.UNKNOWN
     advice: str = ""
     waits: dict[str, float] | None = None
+    """Idle seconds since the line before, by `who for whom`."""
     dropped: dict[str, int] | None = None
+    """Groups dropped since the line before, by reason."""
     stage_seconds: float | None = None
+    """Slowest engine: bringing weights in while it decodes (s). Healthy: less than a step."""
     pause_seconds: float | None = None
+    """Slowest engine: standing still for the swap (s). Healthy: a hundredth of a step."""
     trainer: dict[str, float | None] | None = None
+    """The trainer's numbers, by their names above without `train/`."""
     digests: StepDigests | None = None
+    """Digests of batch, stores, weights and all steps (`chain`): docs/audit.md."""
     totals: Totals
+    """Counts since the run began; the keys are those of the summary."""
 
 
 class EvaluationLine(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation", tag_field="kind"):
     """One source in one evaluation on held-out tasks."""
 
     version: Version
+    """The version that answered."""
     step: int
+    """The step after which it began."""
     seconds: float
+    """Seconds that the run had run when it ended, over all starts."""
     source: str
+    """The source of tasks, or `SUITE/SOURCE`."""
     num_tasks: int
+    """Tasks that were scored; of a suite, answers."""
     mean_reward: float | None
+    """Their mean reward. Null if none was scored."""
     num_failed: int = 0
+    """Tasks without a score, which count in no mean."""
     error: str | None = None
     """The error of one of the tasks that failed."""
     incomplete: bool = False
-    """Too many failed to compare the mean with another."""
+    """More than 5 % have no score: do not compare the mean."""
     at: dict[str, float] | None = None
-    """For a suite: its `samples` and `temperature`, `pass@k` and `best@k`."""
+    """Of a suite: its `samples` and `temperature`; `pass@k`, the chance that one of k answers
+    passes; `best@k`, the mean reward of the best of k. Both are unbiased.
+    """
 
 
 class AlarmLine(msgspec.Struct, frozen=True, kw_only=True, tag="alarm", tag_field="kind"):

@@ -1,5 +1,8 @@
 """The numbers of a journal under the names that dashboards group by: `train/`, `rollout/`, `tools/`
-and `eval/`. docs/metrics.md has the list.
+and `eval/`.
+
+The comment `#:` before a name says what it means. A name of a field means what the field does.
+docs/metrics.md is made of both.
 """
 
 from collections.abc import Iterable, Iterator
@@ -36,7 +39,12 @@ FAMILIES = {
 }
 """The beginnings of the names of what fields hold by names of their own."""
 
-SUMS = {"rollout/num_failed": "failures", "rollout/num_groups_dropped": "dropped"}
+SUMS = {
+    #: Tries without a reward. Healthy: near 0.
+    "rollout/num_failed": "failures",
+    #: Groups dropped. Healthy: 0 without `rollout.drop_zero_spread`.
+    "rollout/num_groups_dropped": "dropped",
+}
 """The names of sums over fields that count by class or reason."""
 
 
@@ -78,10 +86,14 @@ def _step(line: StepLine) -> Pairs:
 
 
 def _evaluation(line: EvaluationLine) -> Pairs:
+    #: Mean reward of the held-out tasks that were scored. Healthy: rises.
     yield f"eval/{line.source}/reward", line.mean_reward
+    #: Held-out tasks that were scored.
     yield f"eval/{line.source}/num_tasks", line.num_tasks
+    #: Held-out tasks without a score. Healthy: at most 5 %.
     yield f"eval/{line.source}/num_failed", line.num_failed
     for name, value in (line.at or {}).items():
+        #: Of a suite: `samples`, `temperature`, `pass@k` and `best@k`.
         yield f"eval/{line.source}/{name}", value
 
 
@@ -92,12 +104,23 @@ def _measured(line: StepLine) -> Pairs:
     measured = line.metrics or {}
     for name, value in measured.items():
         if not name.startswith("tools/"):
+            #: `rollout/<measured>`: Mean of what environments measured; numbers among fields are
+            #: `fields/NAME`.
             yield f"rollout/{name}", value
         elif name in ("tools/unknown", "tools/exhausted"):
+            #: `tools/unknown`: Mean calls of a rollout to unknown tools. Healthy: 0.
+            #: `tools/exhausted`: Rollouts that `environment.max_turns` ended while tools were called
+            #: (share). Healthy: below 0.1.
             yield name, value
         elif name.endswith("/calls"):
             tool = name.removesuffix("/calls")
+            #: `tools/call_frequency`: Mean calls of a rollout.
+            #: `tools/<name>/<reading>`: `call_frequency`, `failure_frequency` and `seconds` of one
+            #: tool.
             yield f"{tool}/call_frequency", value
             if value:
+                #: `tools/failure_frequency`: Failed calls over calls (share). Healthy: below 0.1.
                 yield f"{tool}/failure_frequency", measured.get(f"{tool}/failures", 0.0) / value
+                #: `tools/seconds`: Mean seconds of a call (s). Healthy: well below
+                #: `environment.tool_seconds`.
                 yield f"{tool}/seconds", measured.get(f"{tool}/seconds", 0.0) / value

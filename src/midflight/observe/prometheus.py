@@ -71,8 +71,8 @@ class Buckets:
         return HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
 
 
-def _by_name(name: str, text: str, means: Mapping[str, float]) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=["name"])
+def _with_each(family: GaugeMetricFamily, means: Mapping[str, float]) -> Metric:
+    """The family with a value for each name."""
     for label, value in means.items():
         family.add_metric([label], value)
     return family
@@ -106,12 +106,12 @@ class Metrics:
         )
         self._rewritten = Counter(
             "midflight_rewritten_histories",
-            "Chats whose recorded history was sent or written otherwise.",
+            "Chats whose recorded history came back changed: their prefix is prefilled again.",
             registry=r,
         )
         self._mismatches = Counter(
             "midflight_retokenisation_mismatches",
-            "Prompts that tokenising anew would have changed.",
+            "Prompts that would have other ids if tokenised anew; the sampled ids are reused.",
             registry=r,
         )
         self._masked_by = Counter(
@@ -161,14 +161,14 @@ class Metrics:
         )
         self._rollouts = Counter(
             "midflight_rollouts",
-            "Rollouts finished, by source and whether they were scored.",
+            "Training rollouts that ended, by source and whether they were scored.",
             ["source", "scored"],
             registry=r,
         )
         self._alarms = Counter("midflight_alarms", "Alarms, by name.", ["name"], registry=r)
         self._reward = Gauge(
             "midflight_reward_sum",
-            "Sum of rewards; divide by the scored rollouts.",
+            "Sum of the rewards of training rollouts; divide by the scored ones.",
             ["source"],
             registry=r,
         )
@@ -201,7 +201,7 @@ class Metrics:
         )
         self._refilled = Counter(
             "midflight_refilled_groups",
-            "Groups of rewards all alike that others replaced.",
+            "Groups that others replaced because all of it passed or failed.",
             ["alike"],
             registry=r,
         )
@@ -212,10 +212,15 @@ class Metrics:
             "midflight_pool_tasks", "Tasks in a pool of the curriculum.", ["pool"], registry=r
         )
         self._trained = Counter(
-            "midflight_trained_tokens", "Tokens the loss was taken over.", registry=r
+            "midflight_trained_tokens",
+            "Tokens in the loss; steps lost in a crash count too.",
+            registry=r,
         )
         self._age = Counter(
-            "midflight_trained_tokens_by_age", "The same by age in versions.", ["age"], registry=r
+            "midflight_trained_tokens_by_age",
+            "Tokens in the loss, by age in versions.",
+            ["age"],
+            registry=r,
         )
         self._version = Gauge(
             "midflight_version", "Newest version made by the trainer.", registry=r
@@ -278,7 +283,7 @@ class Metrics:
         )
         self._rollout_seconds = Histogram(
             "midflight_rollout_seconds",
-            "Time one rollout took.",
+            "Time one training rollout took.",
             ["source"],
             buckets=SECONDS,
             registry=r,
@@ -340,16 +345,18 @@ class Metrics:
             value = getattr(learning, field)
             if value is not None:
                 yield GaugeMetricFamily(name, text, value=value)
-        yield _by_name(
+        components = GaugeMetricFamily(
             "midflight_reward_component",
             "Mean of a component of the reward in recent rollouts.",
-            learning.components,
+            labels=["name"],
         )
-        yield _by_name(
+        yield _with_each(components, learning.components)
+        measured = GaugeMetricFamily(
             "midflight_environment_metric",
             "Mean of what environments measured in recent rollouts.",
-            learning.metrics,
+            labels=["name"],
         )
+        yield _with_each(measured, learning.metrics)
 
     def _accounts(self, accounts: Accounts) -> Iterable[Metric]:
         groups = GaugeMetricFamily(
@@ -382,7 +389,7 @@ class Metrics:
             requests.add_metric([engine], number)
         most = GaugeMetricFamily(
             "midflight_max_in_flight",
-            "Rollouts that may run at once, and why.",
+            "Rollouts that may run at once, and what limits them: set, slots, keys or staleness.",
             labels=["kind", "reason"],
         )
         for kind, (number, reason) in self.in_flight().items():

@@ -110,24 +110,28 @@ class LearningStatus:
     """Means over recent training rollouts and groups. `None` before the first."""
 
     generated_length: float | None = None
-    """Output tokens of a rollout that got a reward."""
+    """Mean output tokens of a rollout that got a reward."""
     trained_length: float | None = None
-    """Trainable tokens of a rollout in a batch: less if long ones are dropped or masked."""
+    """Mean trainable tokens of a rollout in a batch: less if long ones are dropped or masked.
+    Healthy: near `rollout/length_mean`.
+    """
     truncated_share: float | None = None
-    """Share of the rollouts in which a limit cut some turn short."""
+    """Rollouts with a turn that ended by its limit (share). Healthy: below 0.1."""
     reward_spread: float | None = None
-    """Standard deviation of the rewards within a group."""
+    """Mean standard deviation of the rewards within a group, over n - 1. Healthy: above 0."""
     zero_spread_share: float | None = None
-    """The share of the groups whose rewards are all alike. Such groups teach nothing."""
+    """Groups whose rewards are all alike (share), which teach nothing. Healthy: below 0.5."""
     turns_mean: float | None = None
-    """Answers of the model in a rollout that got a reward."""
+    """Mean answers of the model in a rollout that got a reward."""
     components: dict[str, float] = field(default_factory=dict[str, float])
-    """The mean of each component of the rewards, over the rollouts that it applied to."""
+    """The mean of each component of the rewards (docs/environments.md#what-an-environment-returns),
+    over the rollouts that it applied to.
+    """
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     """The mean of each number that environments measured, over the rollouts that have it."""
     lengths: dict[str, float] = field(default_factory=dict[str, float])
-    """Smallest and largest output of the rollouts that got a reward. `terminated_...`: the same and
-    the mean, over those that were not cut short.
+    """`min` and `max` output tokens of the rollouts that got a reward; `terminated_mean`,
+    `terminated_min` and `terminated_max` of those that were not cut short.
     """
     curriculum: dict[str, float] = field(default_factory=dict[str, float])
     """`refilled/...` and `drawn/...` count groups, `pool/...` counts tasks, and `pass_rate` is a
@@ -174,7 +178,9 @@ class Totals:
     trained_tokens: int = 0
     """Tokens the loss was taken over; the warm start is not among them."""
     rollouts: int = 0
+    """Training rollouts that ended."""
     failed_rollouts: int = 0
+    """Training rollouts without a reward."""
     rollouts_spanning_versions: int = 0
     """Training rollouts whose tokens come from more than one version."""
     failed_requests: int = 0
@@ -226,9 +232,9 @@ class Status:
     """Trained tokens by age, over the last 20 batches."""
     totals: Totals = Totals()
     generation_rate: float = 0.0
-    """Output tokens per second, lately."""
+    """Output tokens of all engines, over 15 s (tokens/s)."""
     training_rate: float = 0.0
-    """Trained tokens per second, lately."""
+    """Trained tokens, over 15 s (tokens/s)."""
     num_running: int = 0
     """Requests decoding now, over all engines."""
     quarantined: tuple[str, ...] = ()
@@ -255,13 +261,17 @@ class Status:
     engine_busy: float | None = None
     """Share of the training phase in which some engine computed; none before it."""
     slots_used: float | None = None
-    """The mean share of the engines' slots that decoded a request, or None if the number of slots
+    """The mean share of the engines' slots that decoded a request. Null if the number of slots
     is not known.
     """
     trainer_busy: float | None = None
+    """Share of the training phase in which the trainer computed."""
     overlap_share: float | None = None
     """Share of the training phase in which engine and trainer computed at the same time."""
     bound: Bound = Bound.UNKNOWN
+    """`generation-bound` if the trainer is idle a tenth of the time more than the engines are,
+    `trainer-bound` if they are, else `balanced`; `unknown` before the training phase.
+    """
     advice: str = ""
     """The option to change, in a few words."""
     unclaimed: UnclaimedRollouts | None = None
@@ -336,4 +346,4 @@ TRAINER_KEYS = (
     "grad_norm",
     "critic/explained_variance",
 )
-"""The metrics of a step that are shown while a run goes on; docs/metrics.md defines them."""
+"""The metrics of a step that are shown while a run goes on."""

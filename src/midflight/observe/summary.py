@@ -31,24 +31,34 @@ class StartNotes:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The keys of `summary.json`, which docs/metrics.md defines. The scores of the primary source
-    have keys of their own, those of all sources are under `sources`.
+    """The keys of `summary.json`. Keys without a text here mean what they do in `Totals`, `Status`
+    and `LearningStatus`. The scores of the primary source have keys of their own, those of all
+    sources are under `sources`.
 
     Everything that shows a run's figures takes them from here: the launcher makes a summary of the
     last status of the run, and `summary_of` reads one, or makes one of a run's journal.
     """
 
     name: str = ""
+    """`run.name`."""
     primary: str | None = None
+    """The first source, whose held-out scores stand alone."""
     heldout_before: float | None = None
+    """Its mean held-out reward at the policy's temperature, after the warm start."""
     heldout_after: float | None = None
+    """The same with the last version."""
     seconds: float = 0.0
     start_seconds: float = 0.0
     training_seconds: float = 0.0
+    """From the first training rollout of this start to the end of the last step (s)."""
     peak_memory_mb: float | None = None
-    """None if it is not known, because the run has not ended in order."""
+    """Largest sum of the proportional set sizes of all processes. Null if it is not known, because
+    the run has not ended in order.
+    """
     steps: int = 0
+    """Steps of reinforcement learning."""
     version: int = 0
+    """The last version."""
     weight_updates: int = 0
     rollouts: int = 0
     rollouts_spanning_versions: int = 0
@@ -63,18 +73,31 @@ class Summary:
     bound: Bound = Bound.UNKNOWN
     advice: str = ""
     loss: tuple[str, ...] = ()
+    """The loss with every default."""
     notes: tuple[str, ...] = ()
+    """What may surprise."""
     slots_used: float | None = None
     turns_mean: float | None = None
+    """Mean answers in the last 256 training rollouts with a reward."""
     learning: LearningStatus = field(default_factory=LearningStatus)
+    """`reward_spread` and the like, as above, of the last 256 rollouts."""
     failures: Mapping[str, int] = field(default_factory=dict[str, int])
     masked_by: Mapping[str, int] = field(default_factory=dict[str, int])
     replaced: Mapping[str, int] = field(default_factory=dict[str, int])
     sources: Mapping[str, SourceStatus] = field(default_factory=dict[str, SourceStatus])
+    """Of each source `heldout_before`, `heldout_after`, `num_heldout`, `failed_before`,
+    `failed_after`, `incomplete`, `num_rollouts` and `reward` (last 256).
+    """
     waits: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Idle seconds by `who for whom`."""
     dropped: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Groups dropped, by reason."""
     accounts: Accounts | None = None
+    """All groups: submitted = running + waiting + leased + trained + dropped. All tokens: received
+    = waiting + trained + masked + dropped.
+    """
     digest: str = ""
+    """The digest of all steps (docs/audit.md)."""
 
     @property
     def idle_times(self) -> tuple[IdleTime, ...]:

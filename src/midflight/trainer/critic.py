@@ -130,8 +130,11 @@ class Critic:
         made = [self._update(judged, chosen, rate_factor) for chosen in chosen_of_update]
         losses, norms = zip(*made, strict=True)
         return {
+            #: Mean loss of the critic. Healthy: falls.
             "critic/loss": float(np.mean(losses)),
+            #: Mean norm of its gradient, before clipping. Healthy: steady.
             "critic/grad_norm": float(np.mean(norms)),
+            #: Mean value.
             "critic/value_mean": float(judged.values.double().mean()),
             **_explained(judged.values.double(), judged.returns.double()),
         }
@@ -189,4 +192,7 @@ def _explained(values: Float[Tensor, " K"], returns: Float[Tensor, " K"]) -> dic
     if not spread > 1e-12 * float(returns.square().mean()):  # less is rounding
         return {}
     unexplained = float((returns - values).var(correction=0))
-    return {"critic/explained_variance": 1 - unexplained / spread}
+    return {
+        #: 1 - var(return - value) / var(return). Healthy: towards 1; below 0 it misleads.
+        "critic/explained_variance": 1 - unexplained / spread,
+    }

@@ -374,7 +374,7 @@ class Alarmed(msgspec.Struct, frozen=True):
     """An alarm was raised. People should look at it, though the run goes on."""
 
     name: str
-    """The name of the alarm; docs/metrics.md lists them all."""
+    """The name of the alarm; the comment `#:` where it is raised says when."""
     text: str
     """A few lines with the observation and the remedy."""
 

@@ -143,6 +143,7 @@ class RolloutProcess:
         self._last: LastRollout | None = None
         self._record = self._observers().apply
         for text in spec.alarms:
+            #: The trainer went back to an older checkpoint, or trains in padded rows.
             self._record(facts.Alarmed("trainer", text))
         self._engines = {
             name: self._remote(name, EngineAddress(url)) for name, url in spec.engines.items()
@@ -422,6 +423,7 @@ class RolloutProcess:
             serving.gateway,
             stall_seconds=self._config.run.stall_seconds,
             names=self._spec.workers,
+            #: Agents that block their worker run alone.
             say=lambda text: self._alarmed(facts.Alarmed("worker", text)),
         )
         watch = watch_workers(
