@@ -245,6 +245,11 @@ def test_the_page_of_the_fields_is_current_and_leaves_none_out() -> None:
         assert {field.alias or name for name, field in described.body.model_fields.items()} <= named
 
 
+def test_the_page_of_the_formulas_is_current() -> None:
+    page = (ROOT / "docs" / "formulas.md").read_text()
+    assert page == runpy.run_path(str(ROOT / "tools" / "formulas.py"))["page"](), "run: python tools/formulas.py docs/formulas.md"
+
+
 def test_every_metric_is_explained() -> None:
     names = set(re.findall(r'"(midflight_\w+)", "', source()))
     assert len(names) > 20 and names <= set(CODE.findall((ROOT / "docs" / "metrics.md").read_text()))

@@ -53,7 +53,7 @@ WHOLE: Mapping[str, Callable[..., Tensor]] = {
 of all tokens.
 """
 
-_BEYOND = frozenset({"sequence", "all_log_rho", *WHOLE})
+BEYOND_TOKEN = frozenset({"sequence", "all_log_rho", *WHOLE})
 """Values that need the log-probabilities of a whole rollout, or of the batch, before any token's
 loss is known.
 """
@@ -187,7 +187,7 @@ class Objective:
         names = [WEIGHTS[self.loss.weight].function]
         names += [MASKS[name].function for name in self.loss.masks]
         functions = [self.function, *(getattr(corrections, name) for name in names)]
-        return any(not _BEYOND.isdisjoint(parameters(function)) for function in functions)
+        return any(not BEYOND_TOKEN.isdisjoint(parameters(function)) for function in functions)
 
     def needs_scores(self, *, updates_per_step: int) -> bool:
         """True if a step begins with a forward over all of the batch. With one update the training

@@ -91,8 +91,8 @@ def maxrl_advantages(
 def rewards_as_they_are(
     rewards: Float[Tensor, " M"], groups: Int[Tensor, " M"]
 ) -> Float[Tensor, " M"]:
-    """For a critic, which makes an advantage of each token from them: nothing is compared within
-    groups.
+    """For a critic, which makes an advantage of each token from them by `gae` (1506.02438, eq. 16):
+    nothing is compared within groups.
     """
     return rewards
 

@@ -154,8 +154,8 @@ def k3(log_rho: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
 
 
 def k3_mask(log_rho: Float[Tensor, " T"], *, bound: float) -> Bool[Tensor, " T"]:
-    """Keeps tokens whose k3 is at most the bound, usually 0.001 to 0.01. Stricter on large ratios
-    than on small ones.
+    """Keeps tokens whose k3 is at most the bound, usually 0.001 to 0.01 (Schulman 2020). Stricter on
+    large ratios than on small ones.
     """
     return k3(log_rho.detach()) <= bound
 

@@ -27,8 +27,7 @@ def clipped_surrogate(
 
         L_t = -min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
 
-    Schulman et al. 2017 (1707.06347), eq. 7. `clip_high > clip_low` is DAPO's clip-higher
-    (2503.14476, eq. 10). On the ratio to the behaviour policy this is the bypass form; on the ratio
+    `clip_high > clip_low` is DAPO's clip-higher. On the ratio to the behaviour policy this is the bypass form; on the ratio
     to the proximal policy the decoupled one.
     """
     return -torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
@@ -42,7 +41,10 @@ def ppo(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> Float[Tensor, " T"]:
-    """`clipped_surrogate`, and `dual_clipped` where a ceiling is given."""
+    """PPO (1707.06347, eq. 7; decoupled 2110.00641; clip-higher 2503.14476, eq. 10):
+    `clipped_surrogate`, and `dual_clipped` where a ceiling is given (1912.09729, eq. 5): it bounds
+    the loss of a token with A < 0 by -c A.
+    """
     loss = clipped_surrogate(ratio, advantage, clip_low=clip_low, clip_high=clip_high)
     return loss if dual_clip is None else dual_clipped(loss, advantage, ceiling=dual_clip)
 
@@ -90,8 +92,8 @@ def cispo(
         L_t = -sg(clip(R_t, 1 - clip_low, 1 + clip_high)) A_t log pi_theta
 
     MiniMax-M1 (2506.13585), eq. 4 and 5; ScaleRL (2510.13786). The usual range of R, [0, 5], is
-    clip_low 1 and clip_high 4. On the ratio to the proximal policy this is the decoupled form, as
-    in verl.
+    clip_low 1 and clip_high 4. On the ratio to the proximal policy this is the decoupled form; with
+    `correction.weight = "off"` it is verl's.
     """
     return -ratio.detach().clamp(1 - clip_low, 1 + clip_high) * advantage * policy
 
@@ -171,7 +173,7 @@ def gspo(
     clip_high: float,
 ) -> Float[Tensor, " T"]:
     """`clipped_surrogate` of the `attached_ratio`, for a mean over each rollout; usual clips 3e-4
-    and 4e-4. GSPO (2507.18071).
+    and 4e-4. GSPO (2507.18071), eq. 7 and 14.
     """
     return clipped_surrogate(
         attached_ratio(policy, sequence_log_ratio),
@@ -303,7 +305,7 @@ def dppo_tv(
         M_t = [p_theta - p_b <= delta] where A_t > 0, else [p_theta - p_b >= -delta]
 
     DPPO with the binary total variation (2602.04879); usual delta 0.2 and cap 20. The gradient is
-    that of M R A.
+    that of R A, where a token is kept.
     """
     below, above = dppo_clipped(policy, behaviour, advantage=advantage, delta=delta)
     return _weighted_within(policy, behaviour, advantage=advantage, kept=~(below | above), cap=cap)
@@ -398,7 +400,7 @@ def clip_cov(
     clip_high: float,
 ) -> Float[Tensor, " T"]:
     """The clipped surrogate, and 0 on the tokens that `largest_covariance` selected. Clip-Cov
-    (2505.22617).
+    (2505.22617), there with a band from 1 to 5.
     """
     return clipped_surrogate(ratio, advantage, clip_low=clip_low, clip_high=clip_high).masked_fill(
         selected, 0
