@@ -11,12 +11,13 @@ and one of a hundred million parameters. The disk under `--folder` decides much 
 holds its lock would hold the steps as well.
 
 **store**: what a store costs, by its rollouts and the tokens of each. `disk`: bytes a token, of
-index and segments. `copied`: the index, which each checkpoint copies with `run.store_folder`, and
-its time. `writer` is the longest that a turn took to be on disk meanwhile, one every 2 ms, and
-`loop` the longest that an event loop beside it did not turn; in brackets the same without a copy.
-`resumed`: the store is checked, opened, and gives back all that a run goes on with. `first page`:
-the newest groups in the viewer. Nearly all rollouts are trained and in a checkpoint, one group in
-ten was dropped, and a step waits at the end.
+index and segments. With `run.store_folder` each checkpoint copies what came since the last one:
+`first copy` has the whole index, `next copy` one step more. `writer` is the longest that a turn took
+to be on disk during the first, one every 2 ms, and `loop` the longest that an event loop beside it
+did not turn; in brackets the same without a copy. `restored`: another machine makes the index of
+the copies. `resumed`: the store is checked, opened, and gives back all that a run goes on with.
+`first page`: the newest groups in the viewer. Nearly all rollouts are trained and in a checkpoint,
+one group in ten was dropped, and a step waits at the end.
 
 **lost**: seconds from the kill of a part to the end of the next step. A run of `configs/demo.toml`
 loses its trainer, beside which engines and gateway stay, and then its rollout process, after which
@@ -37,6 +38,7 @@ from collections.abc import Awaitable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from harness.arguments import Arguments
 from harness.models import policy_trainer, small_model
@@ -44,14 +46,15 @@ from harness.processes import family, parent_of, words_of
 from harness.report import Report, make_parts, milliseconds
 from harness.rounds import median_of, timed
 from harness.runs import DEMO, SMALL, newest_version, train_command, training, wait_for_step
-from sides.large_run import write_store
+from sides.large_run import GROUP_SIZE, GROUPS_PER_STEP, made_group, write_store
 
 from midflight.archive.groups import GroupFilter, page_of
 from midflight.trainer.checkpoint import stage
 from midflight.trainer.optimizer import named_parameters
 from midflight.trainer.trainer import PolicyTrainer
 from midflight.trajectories.database import check_whole
-from midflight.trajectories.pairs import copy_store
+from midflight.trajectories.increments import INCREMENTS, path_of, restore
+from midflight.trajectories.pairs import copy_store, drafted
 from midflight.trajectories.store import Store
 from midflight.trajectories.writer import StoreWriter
 from midflight.types import Finish, FinishReason, GroupKey, RolloutKey, Segment, Turn
@@ -151,8 +154,17 @@ BETWEEN_SECONDS = 0.002
 
 
 def store(options: argparse.Namespace, report: Report) -> None:
-    columns = ("rollouts", "disk", "copied", "writer", "loop", "resumed", "first page")
-    table = report.table(*columns)
+    table = report.table(
+        "rollouts",
+        "disk",
+        "first copy",
+        "next copy",
+        "writer",
+        "loop",
+        "restored",
+        "resumed",
+        "first page",
+    )
     for text in options.stores:
         rollouts, _, tokens = text.partition("x")
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
@@ -168,23 +180,61 @@ async def store_cells(folder: Path, rollouts: int, tokens: int) -> list[str]:
     _, looking = timed(lambda: page_of(folder, GroupFilter()))
     writer = StoreWriter(Store(path, run="benchmark"))
     running = asyncio.create_task(writer.run())
-    copy = folder / ".store-1.sqlite"
-    _, copying = timed(lambda: copy_store(path, copy))
-    size = copy.stat().st_size
-    alone = await longest_waits(writer, asyncio.sleep(copying.wall))
-    beside = await longest_waits(writer, asyncio.to_thread(copy_store, path, copy))
+    copies: list[Copied] = []
+
+    async def copy() -> None:
+        copies.append(await copied(writer, folder, version=len(copies)))
+
+    beside = await longest_waits(writer, copy())
+    alone = await longest_waits(writer, asyncio.sleep(copies[0].seconds))
+    await copy()  # of the turns of these measurements
+    draw = np.random.default_rng(1)
+    for number in range(GROUPS_PER_STEP):
+        _, facts = made_group(rollouts // GROUP_SIZE + number, tokens, draw)
+        for fact in facts:
+            writer.put(fact)
+    await writer.flush()
+    await copy()
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     writer.close()
+    newest = copies[-1].name
+    _, restoring = timed(lambda: restore(newest, folder / INCREMENTS, folder / "restored.sqlite"))
     return [
         f"{rollouts:,} of {tokens:,}",
         f"{num_bytes / (rollouts * tokens):.1f} B",
-        f"{size / 1e6:.1f} MB, {copying.wall:.2f} s",
+        copies[0].words,
+        copies[-1].words,
         f"{beside[0] * 1e3:.0f} ms ({alone[0] * 1e3:.0f})",
         f"{beside[1] * 1e3:.0f} ms ({alone[1] * 1e3:.0f})",
+        f"{restoring.wall:.2f} s",
         f"{resuming.wall:.2f} s",
         f"{looking.wall:.2f} s",
     ]
+
+
+@dataclass(frozen=True)
+class Copied:
+    """One copy: the increment's name, its size, and the seconds that the copy took."""
+
+    name: int
+    num_bytes: int
+    seconds: float
+
+    @property
+    def words(self) -> str:
+        return f"{self.num_bytes / 1e6:.2f} MB, {self.seconds:.2f} s"
+
+
+async def copied(writer: StoreWriter, folder: Path, *, version: int) -> Copied:
+    """Makes a copy as the rollout process does."""
+    began = time.perf_counter()
+    await writer.read(lambda store: store.copied(version))
+    place = drafted(folder, version)
+    made = await asyncio.to_thread(copy_store, folder / "store.sqlite", place)
+    await writer.read(lambda store: store.has_increment(made))
+    seconds = time.perf_counter() - began
+    return Copied(made.name, path_of(made.name, folder / INCREMENTS).stat().st_size, seconds)
 
 
 def bytes_in(folder: Path) -> int:

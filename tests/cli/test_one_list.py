@@ -188,12 +188,26 @@ def test_temporary_files_that_cannot_be_written_are_refused_by_all_three(
     assert "set TMPDIR" in refused_by_all(capsys)
 
 
-def test_a_torch_that_cannot_be_imported_is_refused_by_all_three(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+BROKEN = "torch: cannot be used: ImportError: libcudart.so.12: cannot open; install it again"
+
+
+@pytest.fixture
+def broken_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "PROBE_TORCH", "raise ImportError('libcudart.so.12: cannot open')")
     monkeypatch.setattr(table, "BESIDE_TRIAL", [Check(devices.torch, About.MACHINE)])
-    assert refused_by_all(capsys).startswith("torch: cannot be used: ImportError: libcudart.so.12: cannot open; install it again")
+
+
+def test_a_torch_that_cannot_be_imported_is_refused_by_all_three_if_a_gpu_is_asked_for(
+    broken_torch: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refused_by_all(capsys, "trainer.device=cuda").startswith(BROKEN)
+
+
+def test_without_a_gpu_the_start_imports_torch_and_the_dry_run_does_without(broken_torch: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "run.toml"]) == 2
+    assert BROKEN in capsys.readouterr().err
+    status, dry = said(capsys, "train", "run.toml", "--dry-run")
+    assert status == 0, dry
 
 
 def test_a_package_that_is_missing_is_refused_by_all_three(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

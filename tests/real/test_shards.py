@@ -53,9 +53,9 @@ def test_i8_a_killed_gateway_costs_its_own_agents_a_restart_and_nobody_else_anyt
     assert summary["max_token_staleness"] <= 4
     if disk is not None:
         newest = run / "checkpoints" / (run / "checkpoints" / "latest").read_text().strip()
-        copies = sorted(str(path.relative_to(newest)) for path in newest.rglob("*.sqlite"))
+        copies = sorted(str(path.relative_to(newest)) for path in newest.rglob("store-*"))
         version = int(newest.name.removeprefix("version-"))
-        assert copies == [f"shards/1/store-{version}.sqlite", f"store-{version}.sqlite"], "a checkpoint has a copy of each store"
+        assert copies == [f"shards/1/store-{version}.increment", f"store-{version}.increment"], "a checkpoint has a copy of each store"
     found = ledger_of(run)
     assert found.balanced and found.accounts.trained == 2 * NUM_STEPS, found.mistakes
     for shard, folder in enumerate((run, run / "shards" / "1")):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
+import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,8 @@ from midflight.archive.store_reader import copy_in_words, reading
 from midflight.errors import ConfigError, StoreFailed
 from midflight.trainer.folders import CheckpointState, draft_of, finish, latest_checkpoint
 from midflight.trainer.folders import begin as begin_checkpoint
-from midflight.trajectories import pairs
+from midflight.trajectories import increments, pairs
+from midflight.trajectories.increments import INCREMENTS
 from midflight.trajectories.pairs import (
     check_local,
     copied_at,
@@ -26,6 +29,7 @@ from midflight.trajectories.pairs import (
     file_system,
     go_on,
     newest_copy,
+    readable,
     shelve,
     store_path,
 )
@@ -67,7 +71,7 @@ class Run:
         def pair(draft: Path) -> bool:
             with closing(self.open()) as store:
                 store.copied(version)
-                copy_store(store.path, drafted(self.folder, version))
+                store.has_increment(copy_store(store.path, drafted(self.folder, version)))
             drafted(self.folder, version).replace(draft / copy_name(version))
             return True
 
@@ -84,32 +88,60 @@ class Run:
             return [index for (index,) in found.execute("SELECT position FROM groups ORDER BY position")]
 
 
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is made of a copy for a reader lies among temporary files."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
     return Run(tmp_path / "shared", tmp_path / "disk")
 
 
-def test_a_copy_is_the_store_of_one_moment_and_writing_goes_on_while_it_is_made(run: Run, tmp_path: Path) -> None:
+def test_a_copy_is_the_store_of_one_moment_and_writing_goes_on_while_it_is_made(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run.step(1)
-    copy, writer = tmp_path / "copy.sqlite", run.open()
-    writer.apply(Admitted(GroupKey(0, 100), task(100)))
+    writer = run.open()
+    for number in range(100, 150):
+        writer.apply(Admitted(GroupKey(0, number), task(number)))
+    writer.copied(1)
     between: list[int] = []
 
-    def write(left: int, total: int) -> None:
-        done = threading.Thread(target=lambda: writer.apply(Admitted(GroupKey(0, 200 + len(between)), task(1))))
+    def write() -> None:
+        number = 200 + len(between)
+        between.append(number)
+        done = threading.Thread(target=lambda: writer.apply(Admitted(GroupKey(0, number), task(1))))
         done.start()
         done.join(10)
         assert not done.is_alive(), "the writer does not wait for the copy"
-        between.append(left)
 
-    copy_store(run.path, copy, pages=1, step=write)
+    connect = sqlite3.connect
+
+    def watched(path: object, **options: object) -> sqlite3.Connection:
+        connection = connect(path, **options)  # type: ignore[call-overload]
+        if str(path).endswith(".writing"):
+            connection.set_progress_handler(write, 100)
+        return connection
+
+    copy = drafted(run.folder, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(increments.sqlite3, "connect", watched)
+        made = copy_store(run.path, copy)
     writer.close()
-    assert between == sorted(between, reverse=True) and len(between) > 5, "it never began again, though it was written to"
-    with closing(sqlite3.connect(f"{copy.as_uri()}?mode=ro&immutable=1", uri=True)) as found:
+    assert len(between) > 20 and len(run.groups()) == 51 + len(between)
+    restored = tmp_path / "restored.sqlite"
+    increments.restore(made.name, run.folder / INCREMENTS, restored)
+    with closing(sqlite3.connect(restored)) as found:
         assert found.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-        assert found.execute("PRAGMA journal_mode").fetchone() == ("delete",), "no log of writes where that is not safe"
-        assert [index for (index,) in found.execute("SELECT position FROM groups ORDER BY position")] == [1, 100]
-    assert len(run.groups()) == 2 + len(between) and sorted(tmp_path.glob("copy*")) == [copy]
+        seen = [index for (index,) in found.execute("SELECT position FROM groups ORDER BY position")]
+    before = [1, *range(100, 150)]
+    assert seen[: len(before)] == before
+    # the writer's first groups may come before the copy's first look
+    later = seen[len(before) :]
+    assert later == between[: len(later)] and len(later) < len(between) / 2
+    assert [path.name for path in (run.folder / INCREMENTS).iterdir()] == [f"{made.name:016x}.sqlite"]
 
 
 def test_i8_a_lost_machine_costs_what_a_lost_trainer_costs(run: Run, tmp_path: Path) -> None:
@@ -129,6 +161,60 @@ def test_i8_a_lost_machine_costs_what_a_lost_trainer_costs(run: Run, tmp_path: P
     assert list(run.disk.glob("*.older.sqlite")), "what is replaced is kept"
     with closing(run.open()) as store:
         assert len(store.groups_after(2)) == 1 and store.groups_after(3) == ()
+
+
+def test_a_whole_copy_of_an_older_midflight_is_read_and_the_run_goes_on_from_it(run: Run, tmp_path: Path) -> None:
+    run.step(1)
+
+    def whole(draft: Path) -> bool:
+        with closing(sqlite3.connect(run.path)) as store, closing(sqlite3.connect(draft / "store-1.sqlite")) as copy:
+            store.execute("INSERT INTO numbers VALUES ('copied', 1)")
+            store.commit()
+            store.backup(copy)
+        return True
+
+    assert run.save(1, beside=whole)
+    other = Run(run.folder, tmp_path / "other")
+    copy = newest_copy(run.folder)
+    assert copy is not None and readable(run.folder, other.disk) == copy.path
+    said = go_on(other.folder, other.disk)
+    assert said is not None and "a copy of version 1" in said and other.groups() == [1]
+    other.step(2)
+    assert other.save(2)
+    third = Run(run.folder, tmp_path / "third")
+    go_on(third.folder, third.disk)
+    assert third.groups() == [1, 2]
+
+
+def test_a_reader_elsewhere_reads_of_each_copy_what_is_new(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    real = increments._add  # pyright: ignore[reportPrivateUsage]
+
+    def watched(link: increments._Link, *others: Any) -> None:  # pyright: ignore[reportPrivateUsage]
+        read.append(f"{link.name:016x}")
+        real(link, *others)
+
+    monkeypatch.setattr(increments, "_add", watched)
+    names: list[str] = []
+    for version in (1, 2, 3):
+        run.step(version)
+        run.save(version)
+        copy = newest_copy(run.folder)
+        assert copy is not None
+        names.append(copy.path.read_text().strip())
+        for _ in range(2):
+            with closing(sqlite3.connect(readable(run.folder, tmp_path / "elsewhere"))) as file:
+                assert file.execute("SELECT COUNT(*) FROM groups").fetchone() == (version,)
+    assert read == names
+
+
+def test_another_users_folder_among_temporary_files_is_not_written_to(run: Run, tmp_path: Path) -> None:
+    run.step(1)
+    run.save(1)
+    (tmp_path / f"midflight-copies-{os.getuid()}").mkdir(mode=0o777)
+    (tmp_path / f"midflight-copies-{os.getuid()}").chmod(0o777)
+    with pytest.raises(StoreFailed, match="other users can write there"):
+        readable(run.folder, tmp_path / "elsewhere")
 
 
 def test_stores_of_runs_that_went_on_elsewhere_are_removed_from_the_disk_that_they_left(run: Run, tmp_path: Path) -> None:
@@ -211,7 +297,7 @@ def test_without_store_and_copy_a_run_that_has_made_steps_is_refused(run: Run, t
         go_on(run.folder, tmp_path / "other")
 
 
-def test_i8_at_every_instant_of_a_checkpoint_latest_names_a_whole_pair(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_i8_at_every_instant_of_a_checkpoint_latest_names_a_whole_pair(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Death(BaseException):
         pass
 
@@ -242,8 +328,10 @@ def test_i8_at_every_instant_of_a_checkpoint_latest_names_a_whole_pair(run: Run,
         folder, copy = latest_checkpoint(run.folder / "checkpoints"), newest_copy(run.folder)
         assert folder is not None and copy is not None and copy.path.parent == folder, "they move together"
         assert (folder / "rank-00000.safetensors").read_bytes() == b"weights %d" % copy.version
-        with closing(Store(copy.path, run=None)) as store:
-            assert copied_at(copy.path) == copy.version and store.next_position() == (0, copy.version + 1)
+        restored = tmp_path / f"restored-{instants}.sqlite"
+        copy.restore(restored)
+        with closing(Store(restored, run=None)) as store:
+            assert copied_at(restored) == copy.version and store.next_position() == (0, copy.version + 1)
         assert go_on(run.folder, run.disk) is None, "the store is never older than a copy of it"
     assert instants >= 10 and newest_copy(run.folder) is not None
     assert not list(run.folder.glob(".store-*")) and len(list((run.folder / "checkpoints").glob("version-*"))) == 1
@@ -254,7 +342,10 @@ def test_a_full_disk_costs_the_copy_and_the_pair_before_stays(run: Run, monkeypa
     run.save(1)
     for version in range(2, 12):
         run.step(version)
-    connect, copy = sqlite3.connect, drafted(run.folder, 11)
+    connect = sqlite3.connect
+    copy = drafted(run.folder, 11)
+    with closing(run.open()) as store:
+        store.copied(11)
 
     def small(path: object, **options: object) -> sqlite3.Connection:
         connection = connect(path, **options)  # type: ignore[call-overload]
@@ -263,10 +354,10 @@ def test_a_full_disk_costs_the_copy_and_the_pair_before_stays(run: Run, monkeypa
         return connection
 
     with monkeypatch.context() as patch:
-        patch.setattr(pairs.sqlite3, "connect", small)
+        patch.setattr(increments.sqlite3, "connect", small)
         with pytest.raises(StoreFailed, match="free some space"):
             copy_store(run.path, copy)
-    assert not list(run.folder.glob(".store-*"))
+    assert not list(run.folder.glob(".store-*")) and len(list((run.folder / INCREMENTS).iterdir())) == 1
     assert run.save(11, beside=lambda draft: False) is False
     found = newest_copy(run.folder)
     assert found is not None and found.version == 1 and not list((run.folder / "checkpoints").glob(".writing-*"))

@@ -11,7 +11,7 @@ from midflight.archive.store_reader import copy_in_words, reading, stores_of
 from midflight.config.shards import shard_folder
 from midflight.trajectories.pairs import copy_name, copy_store, drafted, go_on, newest_copy, readable, shard_folders
 
-from .test_pairs import Run
+from .test_pairs import Run, temporary  # noqa: F401
 
 
 def gateway(run: Path, disk: Path, number: int) -> Run:
@@ -29,7 +29,7 @@ def save(gateways: list[Run], version: int) -> None:
         for one in gateways:
             with closing(one.open()) as store:
                 store.copied(version)
-                copy_store(store.path, drafted(one.folder, version))
+                store.has_increment(copy_store(store.path, drafted(one.folder, version)))
             place = draft / one.folder.relative_to(run)
             place.mkdir(parents=True, exist_ok=True)
             drafted(one.folder, version).replace(place / copy_name(version))
@@ -57,7 +57,7 @@ def test_i8_a_gateway_whose_machine_is_lost_goes_on_from_its_own_copy_and_the_ot
     assert first.path.name != second.path.name, "stores of one run may lie on one disk"
     newest = (first.folder / "checkpoints" / "latest").read_text().strip()
     found = newest_copy(second.folder)
-    assert found is not None and found.path == first.folder / "checkpoints" / newest / "shards" / "1" / "store-2.sqlite"
+    assert found is not None and found.path == first.folder / "checkpoints" / newest / "shards" / "1" / "store-2.increment"
     moved = gateway(first.folder, tmp_path / "other", 1)
     said = go_on(moved.folder, moved.disk)
     assert said is not None and "a copy of version 2" in said and moved.groups() == [1, 2]
@@ -70,12 +70,14 @@ def test_i8_a_gateway_whose_machine_is_lost_goes_on_from_its_own_copy_and_the_ot
 def test_what_can_be_read_of_all_gateways_is_read_and_of_which_there_is_a_copy_is_said(two: list[Run], tmp_path: Path) -> None:
     first, second = two
     assert shard_folders(first.folder) == [second.folder]
-    assert [each.path for each in stores_of(first.folder)] == [first.path, newest_copy(second.folder).path], "the second's disk is not here"  # type: ignore[union-attr]
+    copy = newest_copy(second.folder)
+    assert copy is not None
+    assert [each.path for each in stores_of(first.folder)] == [first.path, copy.to_read()], "the second's disk is not here"
     said = copy_in_words(first.folder)
     assert said is not None and "version 2" in said
     with reading(first.folder) as store:
         assert store.ask("SELECT COUNT(*) FROM groups") == [(5,)], "three of the first, two of the second's copy"
-    assert readable(second.folder, second.disk) == (second.path, None)
+    assert readable(second.folder, second.disk) == second.path
 
 
 def test_a_run_whose_folder_is_called_like_a_gateways_is_none(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ import pytest
 from midflight.errors import StoreCorrupt, StoreFailed, StoreNewer, TokensRemoved
 from midflight.trajectories import database, segments
 from midflight.trajectories.database import OLDER_VERSION, SCHEMA_VERSION, encode_rows
-from midflight.trajectories.pairs import copy_store, oldest_checkpoint
+from midflight.trajectories.increments import INCREMENTS, path_of, restore, write_increment
+from midflight.trajectories.pairs import oldest_checkpoint
 from midflight.trajectories.segments import SEGMENTS, place_of, read
 from midflight.trajectories.store import Store
 from midflight.types import Batch, Reason, RolloutKey, Row, Trajectory
@@ -130,9 +131,11 @@ def test_a_copy_for_a_checkpoint_has_no_tokens_and_reads_them_where_they_lie(pat
     for sample in range(8):
         store.keep(long(sample))
     store.copied(1)
-    copy = tmp_path / ".store-1.sqlite"
-    copy_store(path, copy)
-    assert copy.stat().st_size < 200_000 < sum(file.stat().st_size for file in files(path)), "128 000 tokens"
+    made = write_increment(path, tmp_path / INCREMENTS)
+    increment = path_of(made.name, tmp_path / INCREMENTS)
+    assert increment.stat().st_size < 200_000 < sum(file.stat().st_size for file in files(path)), "128 000 tokens"
+    copy = tmp_path / "restored.sqlite"
+    restore(made.name, tmp_path / INCREMENTS, copy)
     with closing(Store(copy, run=None, segments=path.parent / SEGMENTS)) as there:
         (unfinished,) = there.unfinished()
         np.testing.assert_array_equal(unfinished.finished[7].rows[0].token_ids, long(7).rows[0].token_ids)

@@ -21,7 +21,7 @@ from midflight.trajectories.database import (
     look,
 )
 from midflight.trajectories.heldout import HELDOUT
-from midflight.trajectories.pairs import STORE, readable, shard_folders
+from midflight.trajectories.pairs import STORE, copy_instead, readable, shard_folders
 from midflight.trajectories.segments import SEGMENTS, read, segment_folders
 from midflight.trajectories.store_errors import naming
 from midflight.types import GroupKey, Kind, RolloutKey, Row, Task
@@ -96,8 +96,7 @@ def file_of(folder: Path, kind: Kind) -> Path:
     """
     if kind is Kind.EVALUATION:
         return folder / HELDOUT
-    path, _ = readable(folder, store_folder_of(folder))
-    return path
+    return readable(folder, store_folder_of(folder))
 
 
 class StoreFiles(NamedTuple):
@@ -117,7 +116,7 @@ def stores_of(folder: Path) -> list[StoreFiles]:
     stores = [StoreFiles(path, folder / SEGMENTS)]
     disk = store_folder_of(folder)
     for shard in shard_folders(folder):
-        other, _ = readable(shard, disk)
+        other = readable(shard, disk)
         if other.is_file():
             stores.append(StoreFiles(other, shard / SEGMENTS))
     return stores
@@ -188,7 +187,7 @@ def copy_in_words(folder: Path) -> str | None:
     is. Returns None if the stores themselves are read.
     """
     disk = store_folder_of(folder)
-    found = [readable(one, disk)[1] for one in (folder, *shard_folders(folder))]
+    found = [copy_instead(one, disk) for one in (folder, *shard_folders(folder))]
     copy = next((copy for copy in found if copy is not None), None)
     if copy is None:
         return None

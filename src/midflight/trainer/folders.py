@@ -3,7 +3,7 @@ manifest of ours; nothing is unpickled.
 
 root/
   version-00000012/
-    store-12.sqlite          a copy of the store's index, if it lies elsewhere
+    store-12.increment       names the copy of the store's index, if it lies elsewhere
                              (`trajectories.pairs`)
     rank-00000.safetensors   rank 0's part of weights and optimiser, and its generators
     rank-00001.safetensors   and rank 1's, ...; any number of ranks can read them

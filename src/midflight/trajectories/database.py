@@ -5,7 +5,7 @@ transactions, and errors with names.
 import os
 import secrets
 import sqlite3
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from itertools import chain
@@ -46,6 +46,12 @@ same.
 """
 COPIED = "copied"
 """The name of a number in a store: the newest version whose checkpoint has a copy of it."""
+COPIES = "copies"
+"""The name of a number in a store: how many copies have begun."""
+INCREMENT = "increment"
+"""The name of a number in a store: its newest increment (`increments`)."""
+SEALED = "sealed"
+"""The name of a number in a store: the newest seal that its increments have."""
 
 TABLES = """
 CREATE TABLE runs (name TEXT NOT NULL);
@@ -118,6 +124,21 @@ CREATE TABLE IF NOT EXISTS seals (  -- a link for each event, in the order in wh
 Midflight gets it when its run goes on: then it begins there.
 """
 
+OF_RUN = ("runs", "numbers", "forks", "leases", "sources")
+"""Small tables about the whole run."""
+OF_GROUPS = ("groups", "rollouts", "turns", "fates")
+"""Tables whose rows belong to a group each. Seals are only added."""
+CHANGED = """
+CREATE TABLE IF NOT EXISTS changed (    -- groups that have changed since a copy, and how many had begun then
+    epoch INTEGER NOT NULL, position INTEGER NOT NULL, attempt INTEGER NOT NULL,
+    copies INTEGER NOT NULL,
+    PRIMARY KEY (epoch, position, attempt)
+) WITHOUT ROWID
+"""
+"""The record of changes, for copies of a store. A store gets it with its triggers (`recordings`) for
+its first copy.
+"""
+
 
 SCORES = (
     "SELECT epoch, position, attempt, task, state, COUNT(reward), COUNT(sample) - COUNT(reward), "
@@ -139,6 +160,21 @@ class State(StrEnum):
     DROPPED = "dropped"
     EVALUATED = "evaluated"
     """It is a held-out task, in the file of evaluations, and is never trained on."""
+
+
+def recordings() -> Iterator[str]:
+    """The triggers that record each change of a group, whichever statement makes it. `ON CONFLICT`
+    of that statement would decide in place of `OR REPLACE` in a trigger.
+    """
+    for table in OF_GROUPS:
+        for event, row in (("insert", "NEW"), ("update", "NEW"), ("delete", "OLD")):
+            yield (
+                f"CREATE TRIGGER IF NOT EXISTS {table}_{event} AFTER {event} ON {table} BEGIN "
+                f"INSERT INTO changed VALUES ({row}.epoch, {row}.position, {row}.attempt, "
+                f"COALESCE((SELECT value FROM numbers WHERE name = '{COPIES}'), 0)) "
+                "ON CONFLICT (epoch, position, attempt) DO UPDATE SET copies = excluded.copies; "
+                "END"
+            )
 
 
 class Database:
@@ -254,6 +290,19 @@ class Database:
             name,
             value,
         )
+
+    def record_changes(self) -> None:
+        """Records from now on which groups change. At first all of them have changed."""
+        if self.execute("SELECT 1 FROM sqlite_master WHERE name = 'changed'"):
+            return
+        self.execute(CHANGED)
+        for table in OF_GROUPS:
+            self.execute(
+                "INSERT OR IGNORE INTO changed SELECT DISTINCT epoch, position, attempt, 0 FROM "
+                f"{table}"
+            )
+        for trigger in recordings():
+            self.execute(trigger)
 
     def _claim(self, run: str) -> None:
         with self.transaction():

@@ -1,24 +1,36 @@
-"""Pairs of a checkpoint and a copy of the index of the run's store in its folder, and the place of
-the index itself, which is called the store here: tokens lie in `segments`, which nobody copies.
+"""Pairs of a checkpoint and a copy of the index of the run's store, and the place of the index
+itself, which is called the store here: tokens lie in `segments`, which nobody copies.
 
 The store lies on a disk of the machine that the gateway runs on. Its log of writes (WAL) needs
 memory that all processes that open it share. On a network file system it would be lost without a
-warning. Each checkpoint gets a copy, made while the store is written to. The two are whole or
-absent, kept and removed together. So another machine goes on from a pair as this one does from the
-store.
+warning. Each checkpoint gets a copy, made while the store is written to: the name of an increment,
+which follows those of the checkpoints before (`increments`). The two are whole or absent, kept and
+removed together. So another machine goes on from a pair as this one does from the store.
+
+A checkpoint of an older Midflight has the whole index as one SQLite file. It is read too.
 """
 
+import fcntl
 import hashlib
+import os
 import sqlite3
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 
-from midflight.errors import ConfigError, MidflightError
-from midflight.trajectories.database import BEGUN, COPIED, look
+from midflight.errors import ConfigError, MidflightError, StoreFailed
+from midflight.trajectories.database import BEGUN, COPIED, decoded, look
+from midflight.trajectories.increments import (
+    INCREMENTS,
+    Increment,
+    numbers_of,
+    restore,
+    write_increment,
+)
 from midflight.trajectories.store_errors import naming, sync
 from midflight.types import Version
 
@@ -29,8 +41,10 @@ has other contents than were written.
 """
 OWNER = ".run"
 """Suffix of the file beside a store that names its run's folder."""
-PAGES_A_STEP = 256
-"""A megabyte. After each step the interpreter and the disk are free for others."""
+NAMED = ".increment"
+"""Suffix of a copy: the file has the name of an increment."""
+WHOLE = ".sqlite"
+"""Suffix of the copy of an older Midflight: the file is the whole index."""
 NETWORKED = frozenset(
     (
         "nfs",
@@ -91,17 +105,20 @@ def store_path(folder: Path, store_folder: Path | None) -> Path:
             f"run.store_folder is {str(store_folder)!r}: give an absolute path, for other programs "
             "look for the store there too."
         )
-    digest = hashlib.blake2b(str(folder.resolve()).encode(), digest_size=6).hexdigest()
-    return store_folder / f"midflight-{digest}.sqlite"
+    return store_folder / f"midflight-{_digest(folder)}.sqlite"
+
+
+def _digest(folder: Path) -> str:
+    return hashlib.blake2b(str(folder.resolve()).encode(), digest_size=6).hexdigest()
 
 
 def drafted(folder: Path, version: Version) -> Path:
     """A copy that waits for its checkpoint, on the checkpoint's file system."""
-    return folder / f".store-{version}.sqlite"
+    return folder / f".{copy_name(version)}"
 
 
 def copy_name(version: Version) -> str:
-    return f"store-{version}.sqlite"
+    return f"store-{version}{NAMED}"
 
 
 def remove(store: Path) -> None:
@@ -132,59 +149,123 @@ def _move(store: Path, to: Path) -> None:
 # --- Copying --------------------------------------------------------------------------------------
 
 
-def copy_store(
-    store: Path,
-    copy: Path,
-    *,
-    pages: int = PAGES_A_STEP,
-    step: Callable[[int, int], None] = lambda left, total: None,
-) -> None:
-    """Copies the store, as it is at the beginning, into a file of its own. The copy is whole and on
-    disk when this returns; if it raises, there is none.
+def copy_store(store: Path, copy: Path) -> Increment:
+    """Makes a copy of the store, as it is at the beginning. Copy and increment are whole and on the
+    disk when this returns; if it raises, there is no copy.
 
-    It blocks, some pages at a time, and another process may write to the store meanwhile. `step`
-    gets the pages left and their number. Raises `StoreFailed` with the remedy.
+    It blocks, and another process may write to the store meanwhile. Raises `StoreFailed` with the
+    remedy.
     """
-    for left in copy.parent.glob(".store-*.sqlite*"):
+    for left in copy.parent.glob(".store-*"):
         left.unlink(missing_ok=True)
+    made = write_increment(store, copy.parent / INCREMENTS)
     draft = copy.with_name(f"{copy.name}.writing")
     try:
-        with (
-            naming(draft),
-            closing(look(store)) as source,
-            closing(sqlite3.connect(draft, isolation_level=None)) as target,
-        ):
-            source.isolation_level = None
-            source.execute("BEGIN")
-            # After this it sees one moment, so that writing never makes it begin again.
-            source.execute("SELECT COUNT(*) FROM runs")
-            target.execute("PRAGMA synchronous = OFF")
-            source.backup(
-                target, pages=pages, sleep=0, progress=lambda status, left, total: step(left, total)
-            )
-            # It does without shared memory, which the other file system may lack.
-            target.execute("PRAGMA locking_mode = EXCLUSIVE")
-            target.execute("PRAGMA journal_mode = DELETE")
+        with naming(draft):
+            draft.write_text(f"{made.name:016x}\n")
         sync(draft)
         draft.replace(copy)
         sync(copy.parent)
     finally:
+        draft.unlink(missing_ok=True)
+    return made
+
+
+@contextmanager
+def _drafted(store: Path) -> Generator[Path]:
+    """Yields the place of a draft, which becomes the store if the block is left without an error."""
+    draft = store.with_name(f"{store.name}.writing")
+    remove(draft)
+    try:
+        yield draft
+        sync(draft)
+        draft.replace(store)
+        sync(store.parent)
+    finally:
         remove(draft)
+
+
+def _copy_whole(source: Path, store: Path) -> None:
+    """Copies a whole store into a file of its own. It blocks."""
+    with (
+        naming(store),
+        closing(look(source)) as there,
+        closing(sqlite3.connect(store, isolation_level=None)) as target,
+    ):
+        target.execute("PRAGMA synchronous = OFF")
+        there.backup(target)
+
+
+def _private_folder() -> Path:
+    """A folder among temporary files that no other user can write to. Raises `StoreFailed` if
+    another user has it.
+    """
+    place = Path(tempfile.gettempdir()) / f"midflight-copies-{os.getuid()}"
+    with naming(place):
+        place.mkdir(mode=0o700, exist_ok=True)
+        state = place.stat()
+    if state.st_uid != os.getuid() or state.st_mode & 0o077:
+        raise StoreFailed(
+            f"Writing {place}: other users can write there; remove it, or set TMPDIR to a folder "
+            "of your own."
+        )
+    return place
 
 
 # --- Going on, and looking ------------------------------------------------------------------------
 
 
 class Copy(msgspec.Struct, frozen=True):
-    """A copy of a store that belongs to a checkpoint."""
+    """A copy of a store that belongs to a checkpoint. `folder` is that of the gateway."""
 
     path: Path
     version: Version
+    folder: Path
 
     @property
     def age(self) -> float:
         """Seconds since it was made."""
         return max(0.0, time.time() - self.path.stat().st_mtime)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.path.suffix == WHOLE
+
+    @property
+    def increment(self) -> int:
+        """The name of the newest increment. Raises `StoreCorrupt` if the file has none."""
+        with naming(self.path):
+            return decoded(self.path, lambda text: int(text, 16), self.path.read_text())
+
+    @property
+    def increments(self) -> Path:
+        return self.folder / INCREMENTS
+
+    def numbers(self) -> Mapping[str, int]:
+        if self.is_whole:
+            return _numbers(self.path) or {}
+        return numbers_of(self.increment, self.increments)
+
+    def restore(self, store: Path) -> None:
+        """Makes a new store of it."""
+        if self.is_whole:
+            _copy_whole(self.path, store)
+        else:
+            restore(self.increment, self.increments, store)
+
+    def to_read(self) -> Path:
+        """A file on this machine with the contents of the copy. One that an earlier call has made
+        is brought up to date by what came since.
+        """
+        if self.is_whole:
+            return self.path
+        name = f"{_digest(self.folder)}.sqlite"
+        place = _private_folder()
+        here = place / name
+        with (place / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            restore(self.increment, self.increments, here)
+        return here
 
 
 def newest_copy(folder: Path) -> Copy | None:
@@ -192,8 +273,9 @@ def newest_copy(folder: Path) -> Copy | None:
     root = _run_of(folder) / "checkpoints"
     with suppress(OSError, ValueError):
         checkpoint = root / (root / "latest").read_text().strip()
-        for path in pair_folder(folder, checkpoint).glob("store-*.sqlite"):
-            return Copy(path, int(path.stem.removeprefix("store-")))
+        for path in pair_folder(folder, checkpoint).glob("store-*"):
+            if path.suffix in (NAMED, WHOLE):
+                return Copy(path, int(path.stem.removeprefix("store-")), folder)
     return None
 
 
@@ -226,20 +308,26 @@ def is_behind(store: Path, copy: Copy) -> bool:
     earlier run in the same folder.
     """
     here = _numbers(store)
-    there = _numbers(copy.path)
     if here is None or here.get(COPIED, -1) < copy.version:
         return True
-    return there is not None and here.get(BEGUN) != there.get(BEGUN)
+    return here.get(BEGUN) != copy.numbers().get(BEGUN)
 
 
-def readable(folder: Path, store_folder: Path | None) -> tuple[Path, Copy | None]:
-    """The file to read a run from: its store, or the copy if that is newer or alone."""
-    store = store_path(folder, store_folder)
+def readable(folder: Path, store_folder: Path | None) -> Path:
+    """The file to read a run from: its store, or what is made of the copy if that is newer or
+    alone.
+    """
+    copy = copy_instead(folder, store_folder)
+    return store_path(folder, store_folder) if copy is None else copy.to_read()
+
+
+def copy_instead(folder: Path, store_folder: Path | None) -> Copy | None:
+    """The newest copy if it is newer than the store, or if the store is not here."""
     copy = newest_copy(folder)
     if copy is not None:
         with suppress(MidflightError):
-            return (copy.path, copy) if is_behind(store, copy) else (store, None)
-    return store, None
+            return copy if is_behind(store_path(folder, store_folder), copy) else None
+    return None
 
 
 def go_on(folder: Path, store_folder: Path | None) -> str | None:
@@ -261,8 +349,8 @@ def go_on(folder: Path, store_folder: Path | None) -> str | None:
             f"The store at {store} is its own again: a new run that ended early had taken its "
             "place."
         )
-    source = _source_of(folder, store, copy)
-    if source is None:
+    before = folder / STORE
+    if copy is None and (store == before or not before.is_file()):
         if store_folder is not None and _num_steps(folder):
             raise ConfigError(
                 f"resuming {folder}: its store is not at {store}, and the checkpoint has no copy "
@@ -270,7 +358,7 @@ def go_on(folder: Path, store_folder: Path | None) -> str | None:
                 "by `midflight rollback`, or start anew with --overwrite."
             )
         return None
-    said = f"The store at {store} goes on from {source}"
+    said = f"The store at {store} goes on from {before if copy is None else copy.path}"
     if here is not None:
         shelve(store)
         said += (
@@ -278,20 +366,14 @@ def go_on(folder: Path, store_folder: Path | None) -> str | None:
         )
     store.parent.mkdir(parents=True, exist_ok=True)
     remove(store)
-    copy_store(source, store)
+    with _drafted(store) as draft:
+        if copy is None:
+            _copy_whole(before, draft)  # the run had its store in its own folder
+        else:
+            copy.restore(draft)
     if copy is None:
         return f"{said}."
     return f"{said}, a copy of version {copy.version}: rollouts since then are generated again."
-
-
-def _source_of(folder: Path, store: Path, copy: Copy | None) -> Path | None:
-    """The file that the store is made of. It is the pair's copy, or the store that an earlier run
-    had in the run's folder.
-    """
-    if copy is not None:
-        return copy.path
-    before = folder / STORE
-    return before if store != before and before.is_file() else None
 
 
 def claim(store: Path, folder: Path) -> None:

@@ -15,7 +15,16 @@ from typing import TypeAlias, TypeVar
 
 from midflight.errors import StoreCorrupt, UnknownLease
 from midflight.trajectories import database
-from midflight.trajectories.database import COPIED, Database, State, Value
+from midflight.trajectories.database import (
+    COPIED,
+    COPIES,
+    INCREMENT,
+    SEALED,
+    Database,
+    State,
+    Value,
+)
+from midflight.trajectories.increments import Increment
 from midflight.trajectories.segments import SEGMENTS, SegmentWriter, place_of, read
 from midflight.types import (
     Batch,
@@ -119,7 +128,21 @@ class Store:
         disk itself from then on.
         """
         self._segments.sync()
-        self._db.raise_number(COPIED, version)
+        with self._db.transaction():
+            self._db.raise_number(COPIED, version)
+            self._db.record_changes()
+            self._db.set_number(COPIES, (self._db.number(COPIES) or 0) + 1)
+
+    def has_increment(self, made: Increment) -> None:
+        """Records that an increment is on the disk, so that the next one follows it. If another
+        copy has begun meanwhile, it does not: that one has all of this again.
+        """
+        if self._db.number(COPIES) != made.copy:
+            return
+        with self._db.transaction():
+            self._db.set_number(INCREMENT, made.name)
+            self._db.set_number(SEALED, made.seal)
+            self._db.execute("DELETE FROM changed WHERE copies < ?", made.copy)
 
     def apply(self, fact: facts.Fact) -> None:
         self.write((fact,))

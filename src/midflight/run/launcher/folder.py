@@ -22,6 +22,7 @@ from midflight.run.device_lock import DEVICE_LOCK
 from midflight.run.launcher import replaced_files
 from midflight.run.launcher.replaced_files import ReplacedFiles
 from midflight.trajectories.heldout import HELDOUT
+from midflight.trajectories.increments import INCREMENTS
 from midflight.trajectories.pairs import BESIDE, STORE, shard_folders, store_path
 from midflight.trajectories.segments import SEGMENTS
 
@@ -52,7 +53,7 @@ DRAFTS = (
     ".endpoint.json.writing",
 )
 """The drafts of files that are written whole. A killed process leaves them behind."""
-TRACKED = (SEGMENTS, "shards", "trackers", "tensorboard", "wandb", "mlruns", "trackio")
+TRACKED = (SEGMENTS, INCREMENTS, "shards", "trackers", "tensorboard", "wandb", "mlruns", "trackio")
 MODELS = ("checkpoints", "first", "start", "reference", "model", "adapter", "weights")
 LOGS = "logs"
 FAILED_LOGS = "failed-logs"

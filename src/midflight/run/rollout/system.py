@@ -414,9 +414,10 @@ class RolloutSystem:
 
         store = await self._writer.read(noted)
         try:
-            await asyncio.to_thread(copy_store, store.path, drafted(self._folder, version))
+            made = await asyncio.to_thread(copy_store, store.path, drafted(self._folder, version))
         except StoreFailed as error:
             return CopyAnswer(str(error))
+        await self._writer.read(lambda store: store.has_increment(made))
         return CopyAnswer()
 
     async def publish(self, manifest: WeightManifest) -> None:

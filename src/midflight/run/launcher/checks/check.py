@@ -194,8 +194,9 @@ class Check:
     its lines.
 
     A check that may refuse a run here is asked by all three callers who ask about this machine, so
-    that none of them says that a run is sound which another refuses. What doctor alone asks refuses nothing. The dry run alone
-    asks for `proofs`, because trainer and engine find the same when they load the model.
+    that none of them says that a run is sound which another refuses. What doctor alone asks refuses
+    nothing. The dry run alone asks for `proofs`, because trainer and engine find the same when they
+    load the model. Where no GPU is asked for, it does not try the import of torch.
     """
 
     look: Callable[[Plan], Iterable[Finding] | None]

@@ -11,7 +11,15 @@ import msgspec
 from midflight.config.seats import device_map
 from midflight.config.sections import Config
 from midflight.observe.readable import size
-from midflight.run.launcher.checks.check import Finding, Plan, TorchFound, error, ok, warning
+from midflight.run.launcher.checks.check import (
+    Caller,
+    Finding,
+    Plan,
+    TorchFound,
+    error,
+    ok,
+    warning,
+)
 from midflight.run.launcher.trial import STALL_SECONDS, TrialFailed, TrialWait, answer_of
 
 PROBE_TORCH = """
@@ -24,7 +32,11 @@ print(json.dumps({"torch": torch.__version__, "cuda": torch.version.cuda, "devic
 
 
 def torch(plan: Plan) -> Iterator[Finding]:
-    """Says which torch there is, and which devices it sees."""
+    """Says which torch there is, and which devices it sees. A dry run for CPUs does not ask: the
+    import takes seconds of a processor, and the start asks in any case.
+    """
+    if plan.caller is Caller.DRY_RUN and not _wanted(plan.config):
+        return
     command = [sys.executable, "-c", PROBE_TORCH]
     try:
         answer = answer_of(command, TrialWait("importing torch", STALL_SECONDS))
