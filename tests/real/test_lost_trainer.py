@@ -95,7 +95,9 @@ def test_i8_a_run_whose_machine_is_lost_with_the_store_goes_on_from_the_last_pai
     assert [line["step"] for line in steps(run)] == list(range(1, 17))
     found = ledger_of(run)
     assert found.balanced and found.accounts.trained == 32 and copy_in_words(run) is None, found.mistakes
-    assert all(list(folder.glob("store-*.increment")) for folder in (run / "checkpoints").glob("version-*")), "kept as long as its checkpoint"
+    assert all(list(folder.glob("store-*.increment")) for folder in (run / "checkpoints").glob("version-*")), (
+        "kept as long as its checkpoint"
+    )
 
 
 def last_of(ranks: list[int], command: Command, run: Path) -> int:
