@@ -492,13 +492,10 @@ class ServerEngine:
             self._whole = True
             raise EngineError(f"{error} It serves version {self._live.version} again.") from error
         self._whole = True
-        under_way = 0 if recomputed else self._server.steps_under_way
         late = 0 if recomputed else self._server.late_labels
         for running in self._running:
             if running.attempt is not None:
-                running.attempt.changed(
-                    staged.version, recomputed=recomputed, under_way=under_way, late=late
-                )
+                running.attempt.changed(staged.version, recomputed=recomputed, late=late)
         self._live = staged
 
     async def _give_back(self, *, recompute: bool) -> None:
