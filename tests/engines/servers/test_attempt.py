@@ -99,7 +99,6 @@ def test_a_first_span_is_never_put_back() -> None:
     "spans",
     [
         (),
-        (("default", 0, 3),),
         (("0", 0, 2),),
         (("0", 1, 3),),
         (("0", 0, 1), ("1", 2, 3)),

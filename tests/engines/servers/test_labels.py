@@ -14,12 +14,13 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 from tests.engines.models import ask
-from tests.engines.reading import labels, live_labels, rest, until_tokens
+from tests.engines.reading import collect, labels, live_labels, rest, until_tokens
 from tests.engines.servers.fakes import FakeSglang, attached
 from tests.engines.servers.troubled import spans
 from tests.models.tiny import tiny_model
 
 from midflight.engines.servers.command import INSIDE
+from midflight.errors import EngineUnavailable
 from midflight.types import PauseMode
 
 SGLANG = "sglang.srt"
@@ -188,6 +189,17 @@ def test_i6_tokens_that_an_answer_to_an_order_overtakes_keep_the_version_that_ma
             got += await rest(chunks)
         assert {version for version, _ in labels(got)} == {0, 1}
         assert live_labels(got) == labels(got)
+
+    asyncio.run(main())
+
+
+def test_i6_a_server_that_was_started_again_unnoticed_serves_no_token_of_weights_without_a_version(tmp_path: Path) -> None:
+    async def main() -> None:
+        fake = Overtaken()
+        async with attached(fake, tmp_path) as (engine, _):
+            fake.label = "default"
+            with pytest.raises(EngineUnavailable, match="calls 'default', which is no version"):
+                await collect(engine, ask(max_tokens=5))
 
     asyncio.run(main())
 

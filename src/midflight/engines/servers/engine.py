@@ -219,6 +219,12 @@ class ServerEngine:
                     raise self._client.unavailable(
                         f"sent {num} tokens with {len(tokens.logprobs)} log-probabilities"
                     )
+                foreign = [label for label, _, _ in tokens.spans if not label.isdigit()]
+                if foreign and not running.adapter:
+                    raise self._client.unavailable(
+                        f"answers by weights that it calls {foreign[0]!r}, which is no version: it "
+                        "was started again"
+                    )
                 given = running.take(running.attempt, tokens)
                 self._num_tokens += len(given.token_ids)
                 if given.finish is not None:

@@ -479,11 +479,7 @@ class Attempt:
         """The server's own account of all tokens so far. It is empty if the event has none, or one
         that does not cover the tokens received.
         """
-        spans: list[tuple[Version, int, int]] = []
-        for label, start, end in event.spans:
-            if not label.isdigit():
-                return ()
-            spans.append((int(label), start, end))
+        spans = [(int(label), start, end) for label, start, end in event.spans]
         if not spans or spans[-1][2] < self.num_tokens or not _contiguous(spans):
             return ()
         starts: list[int] = []
