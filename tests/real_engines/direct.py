@@ -147,6 +147,7 @@ class DirectContract:
         new ones, or of both: only those that it is of get one more token of the old weights."""
 
         async def test(site: ModelSite, sender: BroadcastPublisher) -> None:
+            await collect(site.engine, ask(PROMPT, max_tokens=30))  # a server's first answer takes as long as many
             going = [ask(f"{PROMPT} {i}", temperature=1.0, max_tokens=300) for i in range(NUM_GOING)]
             streams = [site.engine.generate(request) for request in going]
             await site.engine.stage(sender.publish(1, named_tensors(tied(1))))

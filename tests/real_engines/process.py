@@ -8,7 +8,7 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -104,7 +104,7 @@ class ServerProcess:
         self._signal(signal.SIGCONT)
 
     @contextmanager
-    def frozen(self, title: str) -> Iterator[None]:
+    def frozen(self, title: str) -> Generator[None]:
         """Stops the server's process that calls itself so, for as long as the context lasts."""
         assert self._process is not None
         own = [int(path.name) for path in Path("/proc").glob("[0-9]*") if _is_of(path, self._process.pid, title)]
