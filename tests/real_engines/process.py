@@ -8,6 +8,8 @@ import socket
 import subprocess
 import time
 import urllib.request
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -101,6 +103,18 @@ class ServerProcess:
     def thaw(self) -> None:
         self._signal(signal.SIGCONT)
 
+    @contextmanager
+    def frozen(self, title: str) -> Generator[None]:
+        """Stops the server's process that calls itself so, for as long as the context lasts."""
+        assert self._process is not None
+        own = [int(path.name) for path in Path("/proc").glob("[0-9]*") if _is_of(path, self._process.pid, title)]
+        assert len(own) == 1, f"{own} call themselves {title}"
+        os.kill(own[0], signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(own[0], signal.SIGCONT)
+
     def _signal(self, number: signal.Signals) -> None:
         if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, number)
@@ -111,3 +125,11 @@ class ServerProcess:
                 return answer.status == 200
         except OSError:
             return False
+
+
+def _is_of(path: Path, group: int, title: str) -> bool:
+    """True if the process of this folder of /proc is of the group and calls itself so."""
+    try:
+        return os.getpgid(int(path.name)) == group and path.joinpath("cmdline").read_text().startswith(title)
+    except OSError:
+        return False

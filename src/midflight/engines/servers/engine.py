@@ -219,6 +219,12 @@ class ServerEngine:
                     raise self._client.unavailable(
                         f"sent {num} tokens with {len(tokens.logprobs)} log-probabilities"
                     )
+                foreign = [label for label, _, _ in tokens.spans if not label.isdigit()]
+                if foreign and not running.adapter:
+                    raise self._client.unavailable(
+                        f"answers by weights that it calls {foreign[0]!r}, which is no version: it "
+                        "was started again"
+                    )
                 given = running.take(running.attempt, tokens)
                 self._num_tokens += len(given.token_ids)
                 if given.finish is not None:
@@ -492,13 +498,10 @@ class ServerEngine:
             self._whole = True
             raise EngineError(f"{error} It serves version {self._live.version} again.") from error
         self._whole = True
-        under_way = 0 if recomputed else self._server.steps_under_way
         late = 0 if recomputed else self._server.late_labels
         for running in self._running:
             if running.attempt is not None:
-                running.attempt.changed(
-                    staged.version, recomputed=recomputed, under_way=under_way, late=late
-                )
+                running.attempt.changed(staged.version, recomputed=recomputed, late=late)
         self._live = staged
 
     async def _give_back(self, *, recompute: bool) -> None:

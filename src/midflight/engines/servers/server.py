@@ -226,8 +226,8 @@ class EventTokens:
     """
     finish: Finish | None = None
     spans: tuple[tuple[str, int, int], ...] = ()
-    """(label of the weights, first token, one past the last) over all tokens of the request. Only
-    the last piece has them.
+    """(label of the weights, first token, one past the last) over all tokens of the request so far.
+    A server that our plugin is in says them with each piece, any other with the last one only.
     """
     experts: UInt8 | None = None
     """The experts of prompt and output but the last token, packed. Only the last piece of a server
@@ -294,13 +294,6 @@ class Server(Protocol):
     """One server. Calls wait for its answers, within the deadline of their caller. If an answer
     does not come, `EngineUnavailable` is raised.
     """
-
-    @property
-    def steps_under_way(self) -> int:
-        """The number of steps that may have begun under the old weights and end after a change in
-        `keep`.
-        """
-        ...
 
     @property
     def late_labels(self) -> int:
@@ -447,47 +440,47 @@ class Attempt:
     """Labels tokens as they come, never with a newer version than their own. At the end it has the
     server's own account of them.
 
-    Only at the end of an answer does a server tell which tokens are of which weights. Tokens that
-    come before the end are labelled by what the companion knows: after a change the next event may
-    have been on its way already, and keeps the label before. If a request ran under weights that
-    changed, keys made before the change stay in `keep` and are recomputed otherwise.
+    Only what comes with the tokens tells their version. When tokens come, compared with the answers
+    to other calls, tells nothing: a server's answer that it has new weights overtakes tokens that
+    are on their way. A server that our plugin is in says the versions with each event. Of any other
+    server, tokens have the version that the request began with until the end of the answer.
+
+    If a request ran under weights that changed, keys made before the change stay in `keep` and are
+    recomputed otherwise.
     """
 
     def __init__(self, version: Version) -> None:
         self._changes = [_Change(version, version, 0)]
-        self._label = version
-        self._num_behind = 0
-        """The number of coming events that may be of the weights before: one that was on its way,
-        and those of steps that were under way.
-        """
+        self.version = version
+        """The version of the last token that came."""
         self.num_tokens = 0
 
-    def changed(self, version: Version, *, recomputed: bool, under_way: int, late: int) -> None:
-        """Takes note that new weights went live while so many steps were `under_way`. The server's
-        account may wrongly give them `late` tokens after that.
+    def changed(self, version: Version, *, recomputed: bool, late: int) -> None:
+        """Takes note that new weights went live. The server's account may wrongly give them `late`
+        tokens after that.
         """
         kv_version = version if recomputed else self._changes[-1].kv_version
         self._changes.append(_Change(version, kv_version, late))
-        self._num_behind = 1 + under_way
 
-    def labels(self, *, any_tokens: bool) -> tuple[Version, Version]:
-        """Version and kv_version of the event that has come."""
-        if not self._num_behind:
-            self._label = self._changes[-1].version
-        elif any_tokens:
-            self._num_behind -= 1
-        return self._label, self._kv(self._label)
+    def take(self, event: EventTokens) -> list[Version]:
+        """The version of each token of the event that has come."""
+        num_before = self.num_tokens
+        num_new = len(event.token_ids)
+        self.num_tokens += num_new
+        versions: list[Version] = []
+        for segment in self.account(event):
+            first = max(segment.start, num_before)
+            versions += [segment.version] * max(0, segment.end - first)
+        if versions:
+            self.version = versions[-1]
+        return versions or [self.version] * num_new
 
     def account(self, event: EventTokens) -> tuple[Segment, ...]:
-        """The server's own account of all tokens. It is empty if the server gives none, or one that
-        does not fit the tokens received.
+        """The server's own account of all tokens so far. It is empty if the event has none, or one
+        that does not cover the tokens received.
         """
-        spans: list[tuple[Version, int, int]] = []
-        for label, start, end in event.spans:
-            if not label.isdigit():
-                return ()
-            spans.append((int(label), start, end))
-        if not spans or spans[-1][2] != self.num_tokens or not _contiguous(spans):
+        spans = [(int(label), start, end) for label, start, end in event.spans]
+        if not spans or spans[-1][2] < self.num_tokens or not _contiguous(spans):
             return ()
         starts: list[int] = []
         for version, start, _ in spans:
@@ -497,15 +490,17 @@ class Attempt:
         segments: list[Segment] = []
         for (version, _, _), start, end in zip(spans, starts, ends, strict=True):
             if end > start:
-                segments.append(Segment(version, self._kv(version), start, end))
+                segments.append(Segment(version, self.kv_version(version), start, end))
         return tuple(segments)
 
-    def _kv(self, version: Version) -> Version:
-        """The oldest weights of the keys of a token of this version."""
+    def kv_version(self, version: Version) -> Version:
+        """The oldest weights of the keys of a token of this version. Its first tokens may come
+        before the answer that it went live, if it did so between two steps.
+        """
         for change in reversed(self._changes):
             if change.version == version:
                 return change.kv_version
-        return min(version, self._changes[0].kv_version)
+        return min(version, self._changes[-1].kv_version)
 
     def _late(self, version: Version) -> int:
         for change in reversed(self._changes):
@@ -545,15 +540,19 @@ class ServerRequest:
         """
         done = self.request.num_output_tokens + attempt.num_tokens
         event = cut(event, ends=self.ends, start=done, min_tokens=self.request.sampling.min_tokens)
-        version, kv_version = attempt.labels(any_tokens=bool(event.token_ids))
-        attempt.num_tokens += len(event.token_ids)
+        if self.adapter:
+            event = replace(event, spans=())  # they are of the base, which stays the same
+        versions = attempt.take(event)
         tops = event.top_logprobs or (None,) * len(event.token_ids)
-        for token_id, logprob, top in zip(event.token_ids, event.logprobs, tops, strict=True):
+        for token_id, logprob, top, version in zip(
+            event.token_ids, event.logprobs, tops, versions, strict=True
+        ):
+            kv_version = attempt.kv_version(version)
             self.stream.add(token_id, logprob, version=version, kv_version=kv_version, top=top)
         if event.finish is not None:
-            attested = () if self.adapter else attempt.account(event)
+            attested = attempt.account(event)
             experts = self._record(event.experts, attempt)
-            self.stream.end(version, event.finish, attested=attested, experts=experts)
+            self.stream.end(attempt.version, event.finish, attested=attested, experts=experts)
         return event
 
     def _record(self, experts: UInt8 | None, attempt: Attempt) -> bytes:

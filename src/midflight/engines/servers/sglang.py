@@ -262,14 +262,11 @@ class SglangServer:
         """
 
     @property
-    def steps_under_way(self) -> int:
-        """Its overlap scheduler has one."""
-        return 1 if self._overlaps else 0
-
-    @property
     def late_labels(self) -> int:
-        """The tokens of the step that is under way, unless the server itself counts them."""
-        return 0 if self._counts_steps else self.steps_under_way
+        """The token of the step that the overlap scheduler has under way, unless the server itself
+        counts it.
+        """
+        return 1 if self._overlaps and not self._counts_steps else 0
 
     async def attach(self, client: ServerClient) -> ServerDescription:
         paths = await client.paths()

@@ -12,6 +12,8 @@ a group of our name begins to receive while SGLang generates, `/server_info` lis
 each worker holds, and `/update_weights_from_distributed` swaps it in between two steps, in a pause
 or not.
 
+Each piece of an answer says which weights made which token.
+
 Where SGLang's own engine brings a version, in groups of any other name, the plugin adds what SGLang
 lacks: `/begin_weight_update` keeps the weights that are served, `/server_info` lists the digests of
 what has arrived, and an update in a group of our name takes the kept weights back.
@@ -317,6 +319,23 @@ def _under_way(scheduler):
     return [req for batch in batches for req in batch.reqs if not req.inflight_middle_chunks]
 
 
+def _with_versions(payload, pieces, **_):
+    """Says with each piece of an answer which weights made which token. SGLang by itself says it
+    with the last one only. Its answer that it has new weights goes another way than the pieces, and
+    overtakes them.
+    """
+    from sglang.srt.runtime_context import get_serving
+    from sglang.srt.utils.weight_versions import compute_weight_version_spans
+
+    if payload is not None:
+        served = get_serving().weight_version
+        payload.weight_versions = [
+            compute_weight_version_spans(req.weight_version_events, served, num_tokens)
+            for req, num_tokens in zip(pieces.output_reqs, payload.completion_tokens, strict=True)
+        ]
+    return payload
+
+
 async def _at_once(original, controller, asked, request=None):
     """Takes the place of SGLang's own function, which without a pause waits until no request is
     under way. An exchange between two steps need not wait.
@@ -389,6 +408,11 @@ def register():
     HookRegistry.register(
         f"{parts}.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_disk",
         _loaded,
+        HookType.AFTER,
+    )
+    HookRegistry.register(
+        f"{parts}.output_streamer._GenerationStreamAccumulator.to_payload",
+        _with_versions,
         HookType.AFTER,
     )
     HookRegistry.register(

@@ -1,5 +1,5 @@
 """Runs inside vLLM, in each of its processes. This plugin lets an answer go on in the middle of a
-grammar.
+grammar, and makes each piece of an answer say which weights made which token.
 
 vLLM finds it by the entry point beside it. The plugin replaces only how the grammar of a request is
 made, and only for requests that say `midflight`. The rest of vLLM's machinery of structured outputs
@@ -11,6 +11,7 @@ from functools import wraps
 import midflight_needs  # noqa: F401 (it checks what vLLM must have, before that is imported)
 from llguidance.torch import fill_next_token_bitmask
 from midflight_shape import Shapes
+from vllm.v1.engine.output_processor import RequestState
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
@@ -59,3 +60,19 @@ def register():
         return VllmShape(self.midflight_shapes.shape(said))
 
     StructuredOutputManager._create_grammar = made
+    RequestState._new_completion_output = _with_versions(RequestState._new_completion_output)
+
+
+def _with_versions(made_before):
+    """Makes pieces of answers that say which weights made which token. vLLM by itself says it with
+    the last one only. Its answer that it has new weights may overtake the pieces.
+    """
+
+    @wraps(made_before)
+    def made(self, *given, **named):
+        piece = made_before(self, *given, **named)
+        if piece.weight_versions is None:
+            piece.weight_versions = self._weight_version_spans()
+        return piece
+
+    return made

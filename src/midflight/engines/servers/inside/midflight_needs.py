@@ -30,6 +30,12 @@ NEEDS = {
         # An answer goes on in the middle of a grammar.
         "vllm.v1.structured_output": ("StructuredOutputManager", "_create_grammar"),
         "vllm.v1.structured_output.backend_types": ("StructuredOutputGrammar",),
+        # Each piece of an answer says which weights made which token.
+        "vllm.v1.engine.output_processor": (
+            "RequestState",
+            "_new_completion_output",
+            "_weight_version_spans",
+        ),
     },
     "sglang": {
         # Documented: hooks of plugins, and backends of grammars.
@@ -79,7 +85,19 @@ NEEDS = {
             "end_weight_update",
         ),
         "sglang.srt.runtime_context": ("get_serving",),
-        "sglang.srt.utils.weight_versions": ("WeightVersionEvent",),
+        "sglang.srt.utils.weight_versions": (
+            "WeightVersionEvent",
+            "compute_weight_version_spans",
+        ),
+        "sglang.srt.managers.schedule_batch": ("weight_version_events",),
+        # Each piece of an answer says which weights made which token.
+        "sglang.srt.managers.scheduler_components.output_streamer": (
+            "_GenerationStreamAccumulator",
+            "to_payload",
+            "output_reqs",
+            "completion_tokens",
+            "weight_versions",
+        ),
     },
 }
 """The names that our plugin imports from each module of a server, by server."""
