@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Coroutine, Iterable
 
 import numpy as np
 import pytest
@@ -27,6 +28,8 @@ WEATHER = Tool("weather", parameters={"type": "object", **_CITY})
 FORMAT = MessageFormat(TOKENIZER, tools="hermes")
 PATTERN = "(ab|cd){20,40}"
 LEAST = 30
+LATEST = 100
+"""The longest answer has not more tokens than these when it is interrupted, however slow the others are: it must go on again."""
 _RECORD = {
     "name": {"enum": ["red", "green", "turquoise"]},
     "sizes": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 999}, "maxItems": 6},
@@ -122,13 +125,13 @@ async def answers(
 ) -> dict[str, list[Chunk]]:
     """All at once. Where they are `interrupted`, each has gone on twice from some of its tokens."""
     heard = {name: Waiting(asked[name]) for name in names}
+    longest = max(heard.values(), key=lambda answer: answer.request.sampling.max_tokens)
     async with asyncio.TaskGroup() as tasks:
         for name in names:
             tasks.create_task(generator.generate(heard[name], affinity=name))
         for num in (3, 12) if interrupted is not None else ():
             assert interrupted is not None
-            for answer in heard.values():
-                await answer.has(num)
+            await first_of(all_have(heard.values(), num), longest.has(LATEST))
             kept = {name: ids(answer.chunks) for name, answer in heard.items()}
             if how == "pause":
                 await interrupted.engine.pause(PauseMode.ABORT)
@@ -140,6 +143,18 @@ async def answers(
     if interrupted is not None:
         assert max(answer.num_resumes for answer in heard.values()) == 2
     return {name: answer.whole() for name, answer in heard.items()}
+
+
+async def all_have(answers: Iterable[Waiting], num: int) -> None:
+    for answer in answers:
+        await answer.has(num)
+
+
+async def first_of(*waits: Coroutine[None, None, None]) -> None:
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
 
 
 class Waiting(Heard):
