@@ -120,6 +120,24 @@ def test_a_line_speaks_of_what_happened_since_the_line_before(tmp_path: Path) ->
     assert [(line["rollouts"], line["reward"]) for line in lines(path)] == [(1, 1.0), (1, 0.0)]
 
 
+def test_the_rates_of_a_line_are_those_of_all_the_time_since_the_line_before_however_long(tmp_path: Path) -> None:
+    """Engines rest when a long step ends, and all its tokens are told at once."""
+    path = tmp_path / "metrics.jsonl"
+    clock = Clock()
+    state = RunState(steps=10, clock=clock)
+    run = Observers([state.apply, Journal(path, state).apply])
+    began = clock.now
+    decode(run, began, began + 1.0, num_tokens=10)
+    clock.now = began + 50.0
+    step(run, 1, started=began + 10.0, ended=began + 50.0, num_tokens=4000)
+    decode(run, began + 50.0, began + 60.0, num_tokens=1000)
+    clock.now = began + 150.0
+    step(run, 2, started=began + 70.0, ended=began + 150.0, num_tokens=4000)
+    first, second = lines(path)
+    assert (first["training_rate"], second["training_rate"]) == (100.0, 50.0)
+    assert second["generation_rate"] == 10.0
+
+
 def test_a_batch_that_was_prefetched_belongs_to_its_own_step(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     run, _, _ = opened(path)

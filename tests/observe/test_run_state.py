@@ -289,10 +289,25 @@ def test_a_run_of_one_engine_with_one_thread_is_never_told_to_have_fewer(cores: 
 
 def test_a_rate_forgets_what_left_its_window() -> None:
     rate = Rate(10.0)
-    rate.add(0.0, 100)
-    rate.add(5.0, 50)
+    assert rate.per_second(3.0) == 0.0
+    rate.add(0.0, 0.0, 100)
+    rate.add(5.0, 5.0, 50)
     assert rate.per_second(10.0) == 15.0
     assert rate.per_second(12.0) == 5.0
+    for tick in range(200, 400):
+        rate.add(tick / 10, tick / 10 + 0.01, 2)
+    assert rate.per_second(40.0) == pytest.approx(20.0)
+
+
+def test_a_rate_of_steps_that_are_longer_than_its_window_is_that_of_the_step() -> None:
+    rate = Rate(10.0)
+    rate.add(0.0, 40.0, 4000)
+    assert rate.per_second(40.0) == 100.0
+    assert (rate.per_second(50.0), rate.per_second(51.0)) == (80.0, 0.0)
+    rate.add(50.0, 70.0, 1000)
+    assert rate.per_second(70.0) == 50.0
+    rate.add(70.0, 75.0, 500)
+    assert rate.per_second(75.0) == 75.0, "half of the window is of the step before"
 
 
 def test_a_mean_of_nothing_is_unknown() -> None:

@@ -29,7 +29,7 @@ from midflight.observe.lines import (
     encode_line,
 )
 from midflight.observe.run_state import RunState
-from midflight.observe.status import is_incomplete, mean_age, oldest_age
+from midflight.observe.status import Status, is_incomplete, mean_age, oldest_age
 from midflight.observe.timeline import TIMED, TIMELINE, Timeline
 from midflight.types import Kind, Version, facts
 
@@ -68,6 +68,8 @@ class Journal:
         self._groups: dict[Version, tuple[int, dict[int, int], Learning]] = {}
         self._digests: dict[Version, str] = {}
         """The digests of steps that are in no checkpoint yet."""
+        self._line_before: tuple[float, int] | None = None
+        """The second of the run at the last step's line, and the tokens generated until then."""
         _rewrite(self._path, history)
         self._file = self._path.open("ab")
         self._forget()
@@ -227,7 +229,7 @@ class Journal:
             staleness=ages,
             staleness_mean=mean_age(ages or {}),
             staleness_max=oldest_age(ages or {}),
-            generation_rate=status.generation_rate,
+            generation_rate=self._generation_rate(status),
             training_rate=status.training_rate,
             training_seconds=status.training_seconds,
             overlap_share=status.overlap_share,
@@ -243,6 +245,16 @@ class Journal:
             trainer=dict(step.metrics) or None,
             totals=status.totals,
         )
+
+    def _generation_rate(self, status: Status) -> float:
+        """The rate since the line before. The first line of a process has that of the last
+        seconds.
+        """
+        before = self._line_before
+        self._line_before = (status.seconds, status.totals.generated_tokens)
+        if before is None or status.seconds <= before[0]:
+            return status.generation_rate
+        return (status.totals.generated_tokens - before[1]) / (status.seconds - before[0])
 
     def _histograms(self, taken: Learning) -> dict[str, Histogram]:
         """The histograms of the rollouts that ended since the line before. The trained lengths are

@@ -8,35 +8,52 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 
+@dataclass(slots=True)
+class _Amount:
+    """An amount that came evenly from `started` to `ended`."""
+
+    started: float
+    ended: float
+    amount: float
+
+    def since(self, moment: float) -> float:
+        """The part of it that came after a moment."""
+        if self.started >= moment:
+            return self.amount
+        return self.amount * max(0.0, self.ended - moment) / (self.ended - self.started)
+
+
 class Rate:
-    """The amount per second over the last `seconds`, or over the time since the first amount while
+    """The amount per second over the last `seconds`, and 0 if none came in these. It is over the
+    time since the newest amount began where that is longer, and since the first one began while
     that is shorter.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._recent: deque[tuple[float, float]] = deque()
-        self._sum = 0.0
+        self._recent: deque[_Amount] = deque()
         self._first: float | None = None
 
-    def add(self, at: float, amount: float) -> None:
-        """Adds an amount. Amounts of the same tenth of a second share an entry, so that the window
-        bounds the memory.
+    def add(self, started: float, ended: float, amount: float) -> None:
+        """Adds what came in this time. What comes within the same tenth of a second shares an
+        entry, so that the window bounds the memory.
         """
-        self._first = at if self._first is None else min(self._first, at)
-        self._sum += amount
-        if self._recent and at - self._recent[-1][0] < 0.1:
-            last, sum_before = self._recent[-1]
-            self._recent[-1] = (last, sum_before + amount)
+        self._first = started if self._first is None else min(self._first, started)
+        if self._recent and ended - self._recent[-1].started < 0.1:
+            last = self._recent[-1]
+            last.started = min(last.started, started)
+            last.ended = max(last.ended, ended)
+            last.amount += amount
         else:
-            self._recent.append((at, amount))
+            self._recent.append(_Amount(started, ended, amount))
 
     def per_second(self, now: float) -> float:
-        while self._recent and self._recent[0][0] < now - self._seconds:
-            self._sum -= self._recent.popleft()[1]
-        if self._first is None or not self._recent:
+        if self._first is None or self._recent[-1].ended < now - self._seconds:
             return 0.0
-        return self._sum / max(min(self._seconds, now - self._first), 0.1)
+        since = max(self._first, min(now - self._seconds, self._recent[-1].started))
+        while self._recent[0].ended < since:
+            self._recent.popleft()
+        return sum(one.since(since) for one in self._recent) / max(now - since, 0.1)
 
 
 class Mean:

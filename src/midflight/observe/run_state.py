@@ -192,7 +192,7 @@ class RunState:
 
     def _decoded(self, step: facts.EngineStepped) -> None:
         self.overlap.add(ENGINE, step.started, step.ended)
-        self._generation.add(step.ended, step.num_tokens)
+        self._generation.add(step.started, step.ended, step.num_tokens)
         self._running[step.engine] = (step.num_running, step.ended)
         self._counts["generated_tokens"] += step.num_tokens
         if self._phase is Phase.TRAINING:
@@ -233,7 +233,7 @@ class RunState:
 
     def _stepped(self, step: facts.Stepped) -> None:
         self.overlap.add(TRAINER, step.started, step.ended)
-        self._training.add(step.ended, step.num_tokens)
+        self._training.add(step.started, step.ended, step.num_tokens)
         self._step_ends.append(step.ended)
         self._step += 1
         self._version = step.version

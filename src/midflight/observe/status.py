@@ -232,9 +232,9 @@ class Status:
     """Trained tokens by age, over the last 20 batches."""
     totals: Totals = Totals()
     generation_rate: float = 0.0
-    """Output tokens of all engines, over 15 s (tokens/s)."""
+    """Output tokens of all engines, over 15 s; in the journal, since the line before (tokens/s)."""
     training_rate: float = 0.0
-    """Trained tokens, over 15 s (tokens/s)."""
+    """Trained tokens, over 15 s, or since the newest step began where that is longer (tokens/s)."""
     num_running: int = 0
     """Requests decoding now, over all engines."""
     quarantined: tuple[str, ...] = ()
