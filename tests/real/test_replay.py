@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
-import msgspec
 import pytest
+
+from midflight.archive.store_reader import reading
 
 from .processes import CONFIG, Command, steps
 
@@ -101,12 +102,12 @@ def test_a_token_is_explained(place: Path, midflight: Callable[..., tuple[int, s
 
 def first_generated(run: Path) -> int:
     """The place of the first generated token of the first row that step 6 trained on."""
-    with closing(sqlite3.connect(run / "store.sqlite")) as store:
-        ((blob,),) = store.execute(
+    with reading(run) as store:
+        ((value,),) = store.ask(
             "SELECT rows FROM rollouts JOIN groups USING (epoch, position, attempt) WHERE version = 6 AND reward IS NOT NULL "
             "AND num_trainable > 0 ORDER BY epoch, position, attempt, sample LIMIT 1"
-        ).fetchall()
-    return msgspec.msgpack.decode(blob)[0][1].index(1)
+        )
+        return store.rows(value)[0].loss_mask.tolist().index(True)
 
 
 def test_a_step_in_one_file_is_made_again_without_the_run(place: Path, midflight: Callable[..., tuple[int, str]]) -> None:
