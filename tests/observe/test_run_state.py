@@ -310,6 +310,14 @@ def test_a_rate_of_steps_that_are_longer_than_its_window_is_that_of_the_step() -
     assert rate.per_second(75.0) == 75.0, "half of the window is of the step before"
 
 
+def test_a_rate_bears_an_instant_that_is_told_after_a_long_step_and_left_the_window() -> None:
+    rate = Rate(10.0)
+    rate.add(0.0, 40.0, 4000)
+    rate.add(10.0, 10.0, 7)
+    rate.add(39.0, 39.5, 20)
+    assert rate.per_second(45.0) == pytest.approx((500 + 20) / 10)
+
+
 def test_a_mean_of_nothing_is_unknown() -> None:
     mean = Mean(2)
     assert mean.value() is None

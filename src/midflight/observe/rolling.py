@@ -20,7 +20,9 @@ class _Amount:
         """The part of it that came after a moment."""
         if self.started >= moment:
             return self.amount
-        return self.amount * max(0.0, self.ended - moment) / (self.ended - self.started)
+        if self.ended <= moment:
+            return 0.0
+        return self.amount * (self.ended - moment) / (self.ended - self.started)
 
 
 class Rate:
