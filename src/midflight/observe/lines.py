@@ -71,7 +71,7 @@ class StepLine(
     bound: Bound = Bound.UNKNOWN
     advice: str = ""
     waits: dict[str, float] | None = None
-    """Idle seconds since the line before, by `who for whom`."""
+    """Idle seconds since the line before. The key says who waited, such as `trainer for generation`."""
     dropped: dict[str, int] | None = None
     """Groups dropped since the line before, by reason."""
     stage_seconds: float | None = None
@@ -108,8 +108,8 @@ class EvaluationLine(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation"
     incomplete: bool = False
     """More than 5 % have no score: do not compare the mean."""
     at: dict[str, float] | None = None
-    """Of a suite: its `samples` and `temperature`; `pass@k`, the chance that one of k answers
-    passes; `best@k`, the mean reward of the best of k. Both are unbiased.
+    """What a suite adds: `samples` and `temperature` are its options. `pass@k` is the chance that one
+    of k answers passes. `best@k` is the mean reward of the best of k answers. Both are unbiased.
     """
 
 

@@ -75,7 +75,7 @@ class Summary:
     loss: tuple[str, ...] = ()
     """The loss with every default."""
     notes: tuple[str, ...] = ()
-    """What may surprise."""
+    """Sentences about what in the configuration may surprise its author."""
     slots_used: float | None = None
     turns_mean: float | None = None
     """Mean answers in the last 256 training rollouts with a reward."""
@@ -85,11 +85,11 @@ class Summary:
     masked_by: Mapping[str, int] = field(default_factory=dict[str, int])
     replaced: Mapping[str, int] = field(default_factory=dict[str, int])
     sources: Mapping[str, SourceStatus] = field(default_factory=dict[str, SourceStatus])
-    """Of each source `heldout_before`, `heldout_after`, `num_heldout`, `failed_before`,
-    `failed_after`, `incomplete`, `num_rollouts` and `reward` (last 256).
+    """Each source has `heldout_before`, `heldout_after`, `num_heldout`, `failed_before`,
+    `failed_after`, `incomplete`, `num_rollouts`, and `reward`, the mean of its last 256 rollouts.
     """
     waits: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Idle seconds by `who for whom`."""
+    """Idle seconds. The key says who waited, such as `trainer for generation`."""
     dropped: Mapping[str, int] = field(default_factory=dict[str, int])
     """Groups dropped, by reason."""
     accounts: Accounts | None = None

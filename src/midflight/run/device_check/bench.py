@@ -40,8 +40,8 @@ TOLERANCE = 1e-3
 a model. Rounding gives 1e-5, and what is wrong gives more than 1e-2.
 """
 TF32_TOLERANCE = 5e-3
-"""The same where a server computes on a GPU: vLLM's attention multiplies float32 as TF32, with 10
-bits, which gave 2.2e-3 on an H200.
+"""The same where a server computes on a GPU: by its source, vLLM's attention multiplies float32 as
+TF32, with 10 bits. 2.2e-3 was seen on an H200.
 """
 GROUP = 8
 """Rollouts of a group."""
