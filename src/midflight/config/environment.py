@@ -24,6 +24,7 @@ from midflight.config.section import (
 from midflight.config.sources import SourceSection
 from midflight.entries import ENTRY
 from midflight.errors import nearest
+from midflight.text.template_names import RESERVED
 from midflight.types import SamplingParams
 from midflight.types.generation import LEAST_TEMPERATURE
 
@@ -111,6 +112,8 @@ def environment_contradictions(
     """`num_engines` are those that the run starts or attaches."""
     e = environment
     yield from _untracked_contradictions(e.untracked, num_engines)
+    for name in sorted(RESERVED & e.template_options.keys()):
+        yield f"environment.template_options.{name} is set by the gateway; leave it out"
     kind = e.sandbox.kind
     if kind not in SANDBOXES and not ENTRY.fullmatch(kind):
         yield (

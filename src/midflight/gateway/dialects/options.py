@@ -8,14 +8,8 @@ from pydantic import JsonValue
 from midflight.errors import RequestRejected
 from midflight.gateway.dialects.fields import typed
 from midflight.gateway.dialects.unread_fields import UnreadFields
+from midflight.text.template_names import RESERVED
 from midflight.types import Json
-
-_RESERVED = frozenset(
-    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
-    | {f"{kind}_token" for kind in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")}
-    | {"additional_special_tokens"}
-)
-"""Names that templates read and that the gateway itself sets."""
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -47,7 +41,7 @@ def template_options(
         options["verbosity"] = verbosity
     options |= given or {}
     for name in options:
-        if name in _RESERVED:
+        if name in RESERVED:
             reserved = f"chat_template_kwargs.{name}"
             raise RequestRejected(
                 f"{reserved} is set by the gateway: leave it out.", param=reserved
