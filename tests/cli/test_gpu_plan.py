@@ -134,6 +134,16 @@ def test_a_plan_in_turns_has_each_moment_of_each_gpu(model: str, number: int, ca
     check_golden(f"{model}-{number}-turns", status, capsys)
 
 
+def test_a_plan_of_one_gpu_that_both_share_has_the_bucket_in_which_versions_go(capsys: pytest.CaptureFixture[str]) -> None:
+    shared = ["engine.share_devices=true", "engine.arguments=['--gpu-memory-utilization=0.4']"]
+    assert planning("7b", 1, "h200", *shared) == 0
+    plan = " ".join(capsys.readouterr().out.split())
+    assert "14.2 GB a version by direct: the servers' workers read it on the trainer's GPU" in plan
+    assert "versions, direct CUDA IPC, untested on a GPU; gloo where a worker cannot 2 trainer, 1 workers" in plan
+    assert plan.count("a bucket of a version on its way 64.0 MB") == 2, "one in the trainer, and one in the worker"
+    assert f"direct (chosen) {2 * PARAMETERS:,} two copies in the GPU's memory, by CUDA IPC 1200 GB/s" in plan
+
+
 def test_the_golden_files_are_plans_that_fit_and_plans_that_are_refused() -> None:
     firsts = {path.stem: path.read_text().splitlines()[0] for path in PLANS.glob("*.txt")}
     assert len(firsts) == len(SIZES) * (len(LAYOUTS) + len(TURNS_OF))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from midflight.config.load import load_config
-from midflight.config.seats import by_server_engine, engines_min, run_resources, seat_resources, stays_on_gpus
+from midflight.config.seats import by_handles, by_server_engine, engines_min, run_resources, seat_resources, stays_on_gpus
 from midflight.config.transport import LARGE_BYTES, MANY_ENGINES, way_of_weights
 from midflight.errors import ConfigError
 
@@ -90,14 +90,31 @@ def test_servers_own_engines_receive_where_both_ends_are_on_gpus_and_one_key_tur
         "trainer.device=cpu",
         "engine.device=cpu",
         "weights.delta=true",
-        "engine.share_devices=true",
         "weights.transport=pull",
     ):
         assert found(elsewhere) == (False, False)
     off = "weights.server_engine=false"
-    assert found(off) == (False, True)
-    assert found(off, "trainer.ranks=2") == found(off, "engine.servers=[{tensor_parallel=2}]") == (False, False)
+    assert found(off) == found(off, RAY) == found("engine.share_devices=true") == (False, True)
+    assert found(off, "trainer.ranks=2") == found(off, RAY, "engine.servers=[{tensor_parallel=2}]") == (False, False)
     assert found("engine.servers=[{pipeline_parallel=2}]") == found("engine.servers=[{data_parallel=2}]") == (False, False)
+
+
+def test_workers_read_versions_on_the_trainers_gpu_where_both_have_one_machine_and_no_nccl() -> None:
+    def found(*options: str, transport: str = "auto") -> tuple[str, bool]:
+        config = load_config(None, [*GPUS[:3], f"weights.transport={transport}", *options])
+        return config.weights.transport, by_handles(config)
+
+    shared = "engine.share_devices=true"
+    off = "weights.server_engine=false"
+    small = ("shared_memory", False)
+    assert found(shared) == found(off) == found(shared, "engine.kind=sglang") == ("direct", True), "of any size"
+    assert found(off, "engine.servers=[{tensor_parallel=2}]") == ("direct", True), "copies wait for nobody"
+    assert found(shared, transport="shared_memory") == small
+    for other in ("lora.rank=8", "weights.delta=true", "trainer.device=cpu", "engine.device=cpu", "engine.kind=embedded"):
+        assert found(shared, other) == small, other
+    assert found(off, "trainer.ranks=2") == found(off, "engine.urls=['http://127.0.0.1:1']", "engine.count=1") == found() == small
+    assert found(off, RAY) == ("pull", False)
+    assert found(RAY, off, transport="direct") == ("direct", False)
 
 
 def test_seats_ask_for_what_the_parts_compute_with() -> None:

@@ -27,6 +27,7 @@ from tests.models.tiny import tiny_adapted, tiny_model
 from tests.second_device import crossed, here, resident
 from tests.second_device import moved as moved_to_ours
 from tests.trainer.fixtures import batch, save_checkpoint, trainer
+from tests.weights.buckets import Driver, stand_in
 from tests.weights.fleets import sent
 from transformers import PreTrainedModel
 
@@ -41,6 +42,7 @@ from midflight.errors import EngineError, WeightsCorrupt
 from midflight.models.creation import make_model
 from midflight.models.load import load_model, save_model
 from midflight.models.names import as_tensors, in_dtype, named_tensors, outlines
+from midflight.run.device_check import inside
 from midflight.run.device_check.inside import BenchWorker
 from midflight.trainer.checkpoint import load_checkpoint
 from midflight.trainer.credit import Scoring
@@ -50,6 +52,7 @@ from midflight.trainer.supervised import SupervisedTrainer
 from midflight.trainer.trainer import PolicyTrainer, trainer_of
 from midflight.types import PackedBatch, PauseMode, WeightManifest
 from midflight.weights.device_digest import digests, lanes
+from midflight.weights.manifest import extent
 from midflight.weights.transports.broadcast import BroadcastPublisher
 from midflight.weights.transports.direct import DirectFeed
 from midflight.weights.transports.process_group import BroadcastReceiver
@@ -381,6 +384,43 @@ def test_a_version_goes_from_the_trainers_device_to_a_workers_through_no_host_me
     with BroadcastPublisher(device=DEVICE, bucket_bytes=5000, quiet_seconds=0.02) as sender:
         asyncio.run(main(sender))
         assert sender.service.num_groups == 1
+
+
+@pytest.mark.skipif(REAL is not None, reason="counts the bytes of our device")
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_version_that_a_worker_reads_on_the_trainers_device_goes_through_no_host_memory_and_is_taken_back(
+    has_room: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files stand for memory that two processes of a GPU share: no proof of CUDA IPC. Without room for a version it goes to host memory
+    once, and from there bucket by bucket to the device."""
+    source = Source()
+    driver = Driver(tmp_path)
+    stand_in(monkeypatch, inside._plugin(), driver)
+    served = both(lambda: tiny_model(seed=5))[1]
+    worker = BenchWorker(served)
+    made = [{name: tensor.cpu() for name, tensor in named_tensors(served).items()}]
+
+    async def main(sender: BroadcastPublisher) -> None:
+        for version in (1, 2):
+            crossed.clear()
+            manifest = source.publish(sender, version)
+            await feed.bring(manifest, worker)
+            worker.buffer.take(version)
+            in_float32 = 2 * sum(spec.num_bytes for spec in manifest.tensors)
+            expected = (0, 0) if has_room else (in_float32, extent(manifest.tensors))
+            assert (crossed.to_host, crossed.from_host) == expected
+            sender.release(version)
+            made.append(source.served())
+            assert equal(served, made[version])
+            assert driver.num_open == 0
+        worker.buffer.take(1)
+        assert equal(served, made[1])
+
+    feed = DirectFeed()
+    with BroadcastPublisher(device=DEVICE, backend="handles", bucket_bytes=5000, quiet_seconds=0.02) as sender:
+        sender._on_device._fits = has_room
+        asyncio.run(main(sender))
+    assert len(driver.opened) == 2 and driver.num_given == 0
 
 
 @pytest.mark.skipif(REAL is not None, reason="two members of NCCL must have two GPUs")

@@ -24,6 +24,7 @@ from midflight.config.gpus import GPUS_OF_A_MACHINE, DescribedGpus, described_ma
 from midflight.config.memory import memory_estimate
 from midflight.config.seats import (
     DeviceAssignment,
+    by_handles,
     by_server_engine,
     config_in_place,
     server_of,
@@ -218,6 +219,8 @@ def _groups(config: Config) -> Table:
     if config.weights.transport == "direct":
         workers = num_workers_of_servers(config)
         by = "NCCL; gloo where a GPU has no room" if stays_on_gpus(config) else "gloo"
+        if by_handles(config):
+            by = "CUDA IPC, untested on a GPU; gloo where a worker cannot"
         members = f"trainer, {workers} workers of the servers"
         if by_server_engine(config):
             by = f"the servers' own engines by {by}"

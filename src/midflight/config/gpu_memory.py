@@ -25,9 +25,9 @@ from midflight.config.devices import ServerSection
 from midflight.config.engine import EngineSection
 from midflight.config.gpus import DescribedGpus
 from midflight.config.memory import MemoryItem, memory_estimate, moved_bytes, step_bytes
-from midflight.config.seats import DeviceAssignment, server_of, server_size
+from midflight.config.seats import DeviceAssignment, by_handles, server_of, server_size
 from midflight.config.sections import Config
-from midflight.models.sizes import ModelSizes
+from midflight.models.sizes import BUCKET_BYTES, ModelSizes
 
 CUDA_BYTES = 2**30
 """CUDA's context of a process, with the buffers of cuBLAS and NCCL. It is assumed."""
@@ -138,6 +138,8 @@ def part_items(config: Config, gpus: DescribedGpus, who: str) -> Iterator[GpuIte
     if config.engine.takes_turns:
         items = _in_turns(config, sizes, items)
     yield from items
+    if by_handles(config) and who != "teacher":
+        yield GpuItem(who, "a bucket of a version on its way", BUCKET_BYTES)
 
 
 def _in_turns(config: Config, sizes: ModelSizes, items: Iterator[GpuItem]) -> Iterator[GpuItem]:

@@ -12,7 +12,7 @@ from midflight.config.devices import DevicePool, DeviceRequest, ServerSection
 from midflight.config.engine import EngineSection
 from midflight.config.sections import Config
 from midflight.config.shards import workers_of_shard
-from midflight.config.transport import chosen_transport
+from midflight.config.transport import chosen_transport, may_use_handles
 
 Resources = Mapping[str, float]
 _TENSOR_PARALLEL = re.compile(r"(?:--tensor-parallel-size|-tp|--tp-size|--tp)[= ](\d+)")
@@ -110,13 +110,21 @@ def stays_on_gpus(config: Config) -> bool:
     memory. Untested on a GPU.
 
     If our plugin receives, beside running answers, no end may have another group of GPUs, whose
-    kernels could wait for those of this one: one trainer rank, and servers of one GPU each.
+    kernels could wait for those of this one: one trainer rank, and servers of one GPU each. Copies
+    by handles wait for nobody.
     """
     engine = config.engine
+    if by_handles(config):
+        return True
     if not _on_gpus(config):
         return False
     sizes = [server_size(engine, server) for server in engine.servers or (None,)]
     return by_server_engine(config) or (config.trainer.ranks == 1 and max(sizes) == 1)
+
+
+def by_handles(config: Config) -> bool:
+    """True if the servers' workers read versions on the trainer's GPU (CUDA IPC)."""
+    return config.weights.transport == "direct" and may_use_handles(config)
 
 
 BY_SERVER_ENGINE = (

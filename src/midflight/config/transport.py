@@ -18,6 +18,12 @@ broadcast: it saves the trainer's link, for two and a half times the CPU of an e
 """
 
 
+BY_HANDLES = (
+    "the servers' workers read it on the trainer's GPU, and none of it goes through host memory "
+    "(CUDA IPC, untested on a GPU)"
+)
+
+
 def chosen_transport(config: Config) -> tuple[Transport, str]:
     """The transport that `weights.transport = "auto"` stands for in this run, and why, in words."""
     return way_of_weights(
@@ -25,7 +31,31 @@ def chosen_transport(config: Config) -> tuple[Transport, str]:
         num_engines=num_engines(config.engine),
         swaps=_may_swap(config),
         over_machines=config.cluster.kind != "local",
+        handles=may_use_handles(config),
     )
+
+
+def may_use_handles(config: Config) -> bool:
+    """True if servers may read whole versions on the GPU of the trainer, by handles of CUDA IPC: all
+    are on one machine, and the trainer has one rank, which has all of a version.
+
+    Two GPUs also have NCCL, by which a server's own engine receives, unless it is turned off.
+    """
+    engine = config.engine
+    return (
+        _may_swap(config)
+        and config.cluster.kind == "local"
+        and not engine.urls
+        and not config.weights.delta
+        and config.trainer.ranks == 1
+        and _is_cuda(config.trainer.device)
+        and _is_cuda(engine.device)
+        and (engine.share_devices or not config.weights.server_engine)
+    )
+
+
+def _is_cuda(device: str) -> bool:
+    return device.partition(":")[0] == "cuda"
 
 
 def _may_swap(config: Config) -> bool:
@@ -47,10 +77,15 @@ def version_bytes(config: Config) -> int:
 
 
 def way_of_weights(
-    *, num_bytes: int, num_engines: int, swaps: bool, over_machines: bool
+    *,
+    num_bytes: int,
+    num_engines: int,
+    swaps: bool,
+    over_machines: bool,
+    handles: bool = False,
 ) -> tuple[Transport, str]:
     """The transport for a version of `num_bytes`, and why. `swaps`: engines are servers that take
-    whole versions.
+    whole versions. `handles`: they read them on the trainer's GPU, which is `direct` at any size.
 
     | engines | a version has | on one machine | over machines, fewer than `MANY_ENGINES` | over machines, more |
     |---|---|---|---|---|
@@ -58,6 +93,8 @@ def way_of_weights(
     | servers | less, or is adapters | shared_memory | pull | pull |
     | embedded | any size | shared_memory | pull | pull |
     """
+    if handles:
+        return "direct", BY_HANDLES
     are_many = over_machines and num_engines >= MANY_ENGINES
     if swaps and num_bytes >= LARGE_BYTES and not are_many:
         why = (

@@ -13,7 +13,7 @@ from midflight.config.gpu_memory import num_models
 from midflight.config.gpus import DescribedGpus
 from midflight.config.seats import server_of, server_size, stays_on_gpus
 from midflight.config.sections import Config
-from midflight.config.transport import Transport, version_bytes
+from midflight.config.transport import Transport, may_use_handles, version_bytes
 from midflight.models.sizes import ModelSizes
 
 COPY_SPEED = 7.7
@@ -79,6 +79,9 @@ def _why_not(config: Config, transport: Transport) -> str:
 def _parts(config: Config, gpus: DescribedGpus, transport: Transport) -> Iterator[WayPart]:
     num_bytes = version_bytes(config)
     pcie = gpus.kind.pcie_speed
+    if transport == "direct" and may_use_handles(config):
+        yield _by_handles(config, gpus)
+        return
     if transport == "direct" and stays_on_gpus(config):
         speed = gpus.kind.nvlink_speed or pcie
         words = "NVLink" if gpus.kind.nvlink_speed else "PCIe"
@@ -99,6 +102,17 @@ def _parts(config: Config, gpus: DescribedGpus, transport: Transport) -> Iterato
         yield WayPart("the network, 100 Gbit/s assumed", num_bytes, NETWORK_SPEED)
     if config.engine.device != "cpu":
         yield WayPart("PCIe, from the machine to an engine's GPU", num_bytes, pcie)
+
+
+def _by_handles(config: Config, gpus: DescribedGpus) -> WayPart:
+    """Within a GPU each byte is read and written twice: into a bucket, and out of it."""
+    num_bytes = version_bytes(config)
+    if config.engine.share_devices:
+        words = "two copies in the GPU's memory, by CUDA IPC"
+        return WayPart(words, num_bytes, gpus.kind.memory_speed / 4)
+    if gpus.kind.nvlink_speed:
+        return WayPart("NVLink, by CUDA IPC from GPU to GPU", num_bytes, gpus.kind.nvlink_speed)
+    return WayPart("PCIe, by CUDA IPC from GPU to GPU", num_bytes, gpus.kind.pcie_speed)
 
 
 # --- What it takes of the machines' own memory ----------------------------------------------------

@@ -37,6 +37,11 @@ PACKED_AT_MOST = 2**32
 third while a version comes in, would take more memory than the time is worth.
 """
 
+BUCKET_BYTES = 64 * 2**20
+"""The piece of a version that travels at once. It is large enough that a broadcast costs nothing
+beside its bytes, and small enough to take a second on a slow network.
+"""
+
 DTYPE_BYTES = {
     "F64": 8,
     "F32": 4,

@@ -4,6 +4,7 @@ behaviour except derived values.
 
 from midflight.types.engines import (
     Attestation,
+    BucketHandle,
     Capabilities,
     Delta,
     EngineHealth,
@@ -64,6 +65,7 @@ __all__ = [
     "Attestation",
     "Batch",
     "Bool",
+    "BucketHandle",
     "Capabilities",
     "Chunk",
     "Delta",

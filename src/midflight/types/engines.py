@@ -139,6 +139,17 @@ own engine as `torch.distributed` names the keys of a store, or by NCCL's unique
 
 
 @dataclass(frozen=True, slots=True)
+class BucketHandle:
+    """What a process needs to open the bucket of another one of its machine (CUDA IPC)."""
+
+    handle: str
+    """The driver's handle, in hex."""
+    device: str
+    """The device that has the bucket, by a name that is the same in all processes."""
+    machine: str
+
+
+@dataclass(frozen=True, slots=True)
 class TransferOrder:
     """An order to a server's workers to receive a version directly. They meet in `group`, through
     the store at `host` and `port`.
@@ -184,6 +195,10 @@ class TransferOrder:
     """NCCL's unique id of the group in base64, if the workers meet by that."""
     buckets: tuple[tuple[str, ...], ...] = ()
     """The names of the tensors of each bucket, if a server's own engine takes whole tensors."""
+    bucket: BucketHandle | None = None
+    """The trainer's bucket, if the workers read it on its device. They meet by a socket then, at
+    `host` and `port`.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from midflight.allowance import LOOKS
 from midflight.config.derived import lora_alpha, model_sizes, num_engines, served_dtype
 from midflight.config.disk import staged_bytes
 from midflight.config.model import ModelSection
-from midflight.config.seats import stays_on_gpus
+from midflight.config.seats import by_handles, stays_on_gpus
 from midflight.config.sections import Config
 from midflight.config.shards import shard_folder
 from midflight.errors import ConfigError
@@ -616,6 +616,7 @@ async def _train(
                 # after a restart the folders of servers are there already
                 spare=0 if spec.life else staged_bytes(config, model_sizes(config.model)),
                 device=_own_device(config.trainer.device) if stays_on_gpus(config) else CPU,
+                by_handles=by_handles(config),
             )
             publisher = closing.enter_context(weights)
             served = served_dtype(config)

@@ -22,14 +22,16 @@ import torch
 from torch import Tensor
 
 from midflight.errors import ConfigError, RunFailed
-from midflight.models.sizes import fingerprint
-from midflight.types import Meeting, TensorSpec, Version, WeightManifest
+from midflight.models.sizes import BUCKET_BYTES, fingerprint
+from midflight.types import BucketHandle, Meeting, TensorSpec, Version, WeightManifest
 from midflight.weights.device_digest import digests as device_digests
 from midflight.weights.device_digest import lanes
+from midflight.weights.device_handles import HandleRefused
 from midflight.weights.manifest import MAX_HELD, extent, layout
 from midflight.weights.transports import rendezvous
 from midflight.weights.transports.buffers import StandingBuffers
 from midflight.weights.transports.device_versions import DeviceBuffer, device_fingerprint
+from midflight.weights.transports.handle_group import BucketsRefused, GivenBuckets, HandleGroup
 from midflight.weights.transports.kinds import DIRECT
 from midflight.weights.transports.process_group import (
     BroadcastGroup,
@@ -52,6 +54,7 @@ from midflight.weights.transports.rendezvous import (
     Ask,
     Backend,
     Gathering,
+    HandlesRefused,
     Join,
     KeepGroup,
     LastBucketSent,
@@ -70,10 +73,33 @@ without notice, or that came late and will come late again.
 """
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How the bytes of a round go."""
+
+    backend: Backend
+    on_device: bool
+    """True if they lie on a device at both ends, and are hashed there."""
+
+
+Group = BroadcastGroup | HandleGroup
+
+
 def use_device(device: torch.device) -> None:
     """Makes the device that of this thread, which begins with the first one."""
     if str(device) != device.type:  # it has a number
         torch.get_device_module(device).set_device(device)
+
+
+@contextlib.contextmanager
+def own_stream(device: torch.device) -> Generator[None]:
+    """Work in the block does not wait for that of other threads, such as a step of the trainer."""
+    module = None if device == CPU else torch.get_device_module(device)
+    if module is None or not hasattr(module, "Stream"):
+        yield
+        return
+    with module.stream(module.Stream(device)):
+        yield
 
 
 class OutgoingVersion(Protocol):
@@ -143,10 +169,11 @@ class BroadcastService:
         bucket_bytes: int,
         deadline_seconds: float,
         device: torch.device = CPU,
+        given: GivenBuckets | None = None,
     ) -> None:
         """`published` is read from the service's threads while the trainer's thread changes it. Bytes
         on `device` go to the workers of servers by `backend`, and to others from host memory by
-        gloo.
+        gloo. `given` has buckets of `device`, if the backend is `handles`.
         """
         self._published = published
         self._gathering = gathering
@@ -156,10 +183,11 @@ class BroadcastService:
         self._bucket_bytes = bucket_bytes
         self._deadline_seconds = deadline_seconds
         self._device = device
+        self._given = given
         self._changed = asyncio.Event()
         self._closing = threading.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights-broadcast")
-        self._groups: dict[frozenset[str], BroadcastGroup] = {}
+        self._groups: dict[frozenset[str], Group] = {}
         """Groups by their members, the one used last at the end."""
         self.num_groups = 0
         """Groups made so far."""
@@ -291,12 +319,10 @@ class BroadcastService:
             _answer(members, self._unknown(members[0].ask))
             return
         hashed = any(m.ask.workers is not None for m in members)
-        # What has left the device goes back to it bucket by bucket, if only that is taken.
-        has_left = version.device == CPU and members[0].ask.meets == "plugin"
-        on_device = hashed and self._device != CPU and not has_left
-        group = self._standing(members, on_device=on_device)
+        way = self._way(members[0].ask, version)
+        group = self._standing(members, way)
         if group is None:
-            group = await self._meet(members, on_device=on_device)
+            group = await self._meet(members, way)
         else:
             _answer(members, KeepGroup())
         digests = await self._in_thread(self._broadcast, group, version, hashed)
@@ -305,17 +331,29 @@ class BroadcastService:
         if self._version(members[0].ask) is version:
             _answer([m for m in members if m.ask.workers is not None], LastBucketSent(digests))
 
-    def _broadcast(
-        self, group: BroadcastGroup, version: OutgoingVersion, hashed: bool
-    ) -> tuple[str, ...]:
+    def _way(self, ask: Ask, version: OutgoingVersion) -> Way:
+        """The way of a round, whose members are alike."""
+        if self._given is not None:
+            if ask.handles:
+                return Way("handles", on_device=self._device != CPU)
+            return Way("gloo", on_device=False)
+        # What has left the device goes back to it bucket by bucket, if only that is taken.
+        has_left = version.device == CPU and ask.meets == "plugin"
+        on_device = ask.workers is not None and self._device != CPU and not has_left
+        backend = self._backend if on_device or self._device == CPU else "gloo"
+        return Way(backend, on_device=on_device)
+
+    def _broadcast(self, group: Group, version: OutgoingVersion, hashed: bool) -> tuple[str, ...]:
         """Sends all buckets. Returns the digest of each if it is `hashed`."""
         on_device = group.terms.on_device
         digests: list[str] = []
         found: list[Tensor] = []
         lengths: list[int] = []
         use_device(self._device)
+        by_handles = group.terms.backend == "handles"
         with (
             torch.no_grad(),
+            own_stream(self._device if by_handles else CPU),
             contextlib.closing(version.parts(group.terms.meets, self._bucket_bytes)) as coming,
         ):
             for place in coming:
@@ -331,6 +369,8 @@ class BroadcastService:
                 elif hashed:
                     sent: memoryview = part.numpy().data
                     digests.append(hashlib.sha256(sent).hexdigest()[: rendezvous.DIGEST_DIGITS])
+            if by_handles:
+                group.close()
             return (*digests, *device_digests(found, lengths))
 
     async def _in_thread(self, deed: Callable[..., T], *args: object) -> T:
@@ -339,57 +379,102 @@ class BroadcastService:
 
     # --- Groups -----------------------------------------------------------------------------------
 
-    def _standing(
-        self, members: list[WaitingReceiver], *, on_device: bool
-    ) -> BroadcastGroup | None:
-        """The group of exactly these members, if all of them hold it too, and its bytes lie where
-        `on_device` says. Other groups with any of these members are dropped. This group is dropped
-        too until its broadcast is over: a receiver has one group, and a round that fails leaves
-        none.
+    def _standing(self, members: list[WaitingReceiver], way: Way) -> Group | None:
+        """The group of exactly these members, if all of them hold it too, and it has this way.
+        Other groups with any of these members are dropped. This group is dropped too until its
+        broadcast is over: a receiver has one group, and a round that fails leaves none.
         """
         names = _names(members)
         group = self._groups.get(names)
         self._groups = {n: g for n, g in self._groups.items() if not n & names}
-        if group is None or group.terms.on_device != on_device:
+        if group is None or (group.terms.backend, group.terms.on_device) != (
+            way.backend,
+            way.on_device,
+        ):
             return None
         if any(member.ask.group != group.terms.group for member in members):
             return None
         return group
 
-    def _keep(self, members: list[WaitingReceiver], group: BroadcastGroup) -> None:
+    def _keep(self, members: list[WaitingReceiver], group: Group) -> None:
+        """Keeps the group for the next version. The bucket of a group by handles is closed."""
+        if group.terms.backend == "handles":
+            return
         self._groups[_names(members)] = group
         for oldest in list(self._groups)[:-MAX_GROUPS]:
             del self._groups[oldest]
 
-    async def _meet(self, members: list[WaitingReceiver], *, on_device: bool) -> BroadcastGroup:
+    async def _meet(self, members: list[WaitingReceiver], way: Way) -> Group:
         """Makes a group. Waits until all members have come."""
+        self.num_groups += 1
+        if self._given is not None and way.backend == "handles":
+            return await self._meet_by_handles(members, way, self._given)
         store = serve_store(self._host)
         meets = members[0].ask.meets
-        backend = self._backend if on_device or self._device == CPU else "gloo"
-        by_id = meets == "nccl_id" and backend == "nccl"
-        terms = Join(
-            group=secrets.token_hex(8),
-            rank=0,
-            world=1 + sum(m.ask.ranks for m in members),
-            port=store.port,
-            backend=backend,
-            bucket_bytes=self._bucket_bytes,
-            deadline_seconds=self._deadline_seconds,
-            on_device=on_device,
-            meets=meets,
-            nccl_id=new_nccl_id() if by_id else "",
-        )
-        for i, member in enumerate(members):
-            member.answer(
-                msgspec.structs.replace(terms, rank=1 + sum(m.ask.ranks for m in members[:i]))
-            )
-        self.num_groups += 1
+        by_id = meets == "nccl_id" and way.backend == "nccl"
+        terms = self._terms(members, way, port=store.port, meets=meets)
+        if by_id:
+            terms = msgspec.structs.replace(terms, nccl_id=new_nccl_id())
+        self._invite(members, terms)
 
         def join() -> BroadcastGroup:
             use_device(self._device)
             return BroadcastGroup(terms, store, interface=self._host)
 
         return await self._in_thread(join)
+
+    async def _meet_by_handles(
+        self, members: list[WaitingReceiver], way: Way, given: GivenBuckets
+    ) -> HandleGroup:
+        """Makes a group that reads a bucket. Members that cannot open it are told, and the others
+        ask again.
+        """
+        bucket = await self._in_thread(given.take)
+        listener = listen(self._host)
+        terms = self._terms(
+            members, way, port=listener.getsockname()[1], bucket=given.describe(bucket)
+        )
+        self._invite(members, terms)
+        try:
+            return await self._in_thread(HandleGroup, terms, listener, bucket, given.leave)
+        except BucketsRefused as refused:
+            first = 1
+            for member in members:
+                ranks = range(first, first + member.ask.ranks)
+                why = [refused.why[rank] for rank in ranks if rank in refused.why]
+                if why:
+                    member.answer(HandlesRefused(why[0]))
+                first = ranks.stop
+            raise
+
+    def _terms(
+        self,
+        members: list[WaitingReceiver],
+        way: Way,
+        *,
+        port: int,
+        meets: Meeting = "plugin",
+        bucket: BucketHandle | None = None,
+    ) -> Join:
+        """The terms of a new group, as its first member has them."""
+        return Join(
+            group=secrets.token_hex(8),
+            rank=0,
+            world=1 + sum(m.ask.ranks for m in members),
+            port=port,
+            backend=way.backend,
+            bucket_bytes=self._bucket_bytes,
+            deadline_seconds=self._deadline_seconds,
+            on_device=way.on_device,
+            meets=meets,
+            bucket=bucket,
+        )
+
+    def _invite(self, members: list[WaitingReceiver], terms: Join) -> None:
+        first = 1
+        for member in members:
+            member.answer(msgspec.structs.replace(terms, rank=first))
+            first += member.ask.ranks
 
 
 def _answer(members: list[WaitingReceiver], answer: Answer) -> None:
@@ -400,11 +485,6 @@ def _answer(members: list[WaitingReceiver], answer: Answer) -> None:
 def _names(members: list[WaitingReceiver]) -> frozenset[str]:
     return frozenset(m.ask.member for m in members)
 
-
-BUCKET_BYTES = 64 * 2**20
-"""It is large enough that a broadcast costs nothing beside its bytes, and small enough to take a
-second on a slow network.
-"""
 
 CLOSE_SECONDS = 2.0
 """The time that `close` waits for its threads. A broadcast to a receiver that was stopped outlives
@@ -442,10 +522,25 @@ class BroadcastPublisher(Publisher):
         The newest version is kept on `device`, if that has room, and those before it in host
         memory. If it is not the CPU, the workers of servers must have a device too: the bytes go
         from one to the other, without host memory between. `backend` is by default NCCL for GPUs,
-        which must be different ones, and gloo elsewhere. Untested on a GPU.
+        which must be different ones, and gloo elsewhere. With `handles` workers on this machine read
+        buckets on the device, which may be theirs too (CUDA IPC); if that gives none, versions go
+        from host memory, and the log says why. Untested on a GPU.
         """
         if backend is None:
             backend = "nccl" if device.type == "cuda" else "gloo"
+        given: GivenBuckets | None = None
+        if backend == "handles":
+            try:
+                given = GivenBuckets(device, bucket_bytes)
+            except HandleRefused as refused:
+                _log.warning(
+                    "versions go over host memory and not from GPU to GPU: %s. Make room on the "
+                    'GPU, or set weights.transport = "shared_memory".',
+                    refused,
+                )
+                backend = "gloo"
+                device = CPU
+        self._given = given
         self._threads = threads
         self._held: dict[Version, OutgoingVersion] = {}
         self._num_slots = num_slots
@@ -464,6 +559,7 @@ class BroadcastPublisher(Publisher):
             backend=backend,
             bucket_bytes=bucket_bytes,
             deadline_seconds=deadline_seconds,
+            given=given,
         )
         self._loop = asyncio.new_event_loop()
         self._serving = self._loop.create_task(self.service.run(self._listener))
@@ -524,6 +620,8 @@ class BroadcastPublisher(Publisher):
             self._thread.join(CLOSE_SECONDS)
         self._held.clear()
         self._buffers.clear()
+        if self._given is not None and not self._thread.is_alive():
+            self._given.free()
 
     def _serve(self) -> None:
         try:

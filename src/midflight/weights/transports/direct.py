@@ -6,6 +6,7 @@ decides nothing. The bytes pass through neither: they go from the trainer's memo
 """
 
 import asyncio
+import logging
 import secrets
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from midflight.weights.transports.rendezvous import (
     Address,
     Answer,
     Ask,
+    HandlesRefused,
     Join,
     KeepGroup,
     LastBucketSent,
@@ -29,6 +31,8 @@ from midflight.weights.transports.rendezvous import (
     packs,
     read_answer,
 )
+
+_log = logging.getLogger(__name__)
 
 ATTEMPTS = 2
 """A server that dies breaks its group for the others too, which meet again without it. A second
@@ -44,6 +48,10 @@ class RoundBroken(Exception):
     """A round failed. Nothing that is served has changed, and the group is useless. The next round
     makes another.
     """
+
+
+class CannotOpen(RoundBroken):
+    """The workers cannot open the publisher's bucket. The text says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +122,17 @@ class DirectRound:
         workers: int,
         keeps: bool = False,
         meets: Meeting = "plugin",
+        handles: bool = False,
     ) -> None:
         """`group` is the group that these workers were in last, if it did not break. `member` names
-        the server to the publisher. With `keeps` differences from this version are expected.
+        the server to the publisher. With `keeps` differences from this version are expected. With
+        `handles` the workers try to open the publisher's bucket.
         """
         self._leg = leg
         self._manifest = leg.sent
         self._keeps = keeps
         self._meets: Meeting = meets
+        self._handles = handles
         self._member = member
         self._group = group
         self._workers = workers
@@ -139,6 +150,7 @@ class DirectRound:
             expected=self._manifest.receivers,
             workers=self._workers,
             meets=self._meets,
+            handles=self._handles,
         )
 
     def order(self, answer: Answer, known: Join | None, *, host: str) -> TransferOrder:
@@ -176,6 +188,7 @@ class DirectRound:
             serves=leg.serves,
             on_device=terms.on_device,
             nccl_id=terms.nccl_id,
+            bucket=terms.bucket,
             buckets=self._buckets(terms.bucket_bytes),
         )
 
@@ -191,6 +204,8 @@ class DirectRound:
         """Takes the publisher's word that all is sent. `None` means that the publisher
         has hung up.
         """
+        if isinstance(answer, HandlesRefused):
+            raise CannotOpen(answer.reason)
         if not isinstance(answer, LastBucketSent):
             raise RoundBroken("the broadcast did not come to its end")
         self._digests = answer.digests
@@ -239,6 +254,10 @@ class DirectFeed:
         """The terms of the group that the workers are in, which no round has broken."""
         self._keeps = False
         """True from the first difference on: then more are expected."""
+        self._handles = True
+        """False if the workers cannot open the publisher's bucket, as the first version showed."""
+        self._has_opened = False
+        """True if they have opened it."""
 
     async def bring(self, manifest: WeightManifest, workers: ServerWorkers) -> None:
         """Waits for the publisher and the workers. Their deadlines, or the caller's, end the wait."""
@@ -261,18 +280,40 @@ class DirectFeed:
                         workers=len(states),
                         keeps=self._keeps,
                         meets=workers.meets,
+                        handles=self._tries_handles(workers),
                     )
                     known = await self._round(at, leg.sent, workers, known)
                 self._group = known
                 return
             except (EngineUnavailable, WeightsCorrupt):
                 raise
+            except CannotOpen as error:
+                broken = error
+                self._cannot_open(error)
             except (RoundBroken, EngineError) as error:
                 broken = error
         raise EngineUnavailable(
             f"bringing version {manifest.version} to the server's workers: it broke {ATTEMPTS} "
             f"times ({broken}); stage it again."
         ) from broken
+
+    def _tries_handles(self, workers: ServerWorkers) -> bool:
+        """True if the workers are to open the publisher's bucket, should it have one for them. Bytes
+        that a difference changes they keep in host memory.
+        """
+        return self._handles and workers.meets == "plugin" and not self._keeps
+
+    def _cannot_open(self, why: CannotOpen) -> None:
+        """The way is chosen at the first version. Later ones do not silently take a slower one."""
+        if self._has_opened or not self._handles:
+            return
+        self._handles = False
+        _log.warning(
+            "versions come over host memory and not from GPU to GPU: %s. Run trainer and server as "
+            "one user in one container (docker: --ipc=host), on GPUs that read each other's memory, "
+            'or set weights.transport = "shared_memory".',
+            why,
+        )
 
     async def _round(
         self, at: DirectRound, manifest: WeightManifest, workers: ServerWorkers, known: Join | None
@@ -302,4 +343,5 @@ class DirectFeed:
         while terms is None:
             await asyncio.sleep(LOOK_SECONDS)
             terms = at.landed(await workers.states())
+        self._has_opened = self._has_opened or terms.bucket is not None
         return terms

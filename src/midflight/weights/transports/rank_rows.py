@@ -22,15 +22,11 @@ from torch.distributed.tensor import DTensor
 
 from midflight.models.names import dtype_name
 from midflight.models.rank_rows import own_rows
+from midflight.models.sizes import BUCKET_BYTES
 from midflight.types import Meeting, TensorSpec, Version, WeightManifest
 from midflight.weights.device_digest import WORD, lanes, words
 from midflight.weights.manifest import MAX_HELD, aligned, extent, layout
-from midflight.weights.transports.broadcast import (
-    BUCKET_BYTES,
-    CPU,
-    BroadcastPublisher,
-    use_device,
-)
+from midflight.weights.transports.broadcast import CPU, BroadcastPublisher, use_device
 from midflight.weights.transports.device_versions import DeviceBuffer, total_fingerprint
 from midflight.weights.transports.publisher import Fill, Publisher, check_slot, copied, filled
 from midflight.weights.transports.rendezvous import packs

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from midflight.types import Meeting, TensorSpec, Version
+from midflight.types import BucketHandle, Meeting, TensorSpec, Version
 
 MAX_LINE = 2**16
 """The limit of a message with its newline, in bytes. No participant sends a longer one."""
@@ -22,7 +22,9 @@ MAX_LINE = 2**16
 DIGEST_DIGITS = 32
 """The number of hex digits of a bucket's hash that are sent."""
 
-Backend = Literal["gloo", "nccl"]
+Backend = Literal["gloo", "nccl", "handles"]
+"""How bytes come to the members of a group. `handles`: they read the publisher's bucket on its device.
+"""
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -46,6 +48,8 @@ class Ask(msgspec.Struct, frozen=True):
 
     meets: Meeting = "plugin"
     """How the ranks come to a group. Servers' own engines get buckets of whole tensors."""
+    handles: bool = False
+    """True if the ranks can try to open the publisher's bucket, where it has one for them."""
 
     @property
     def ranks(self) -> int:
@@ -70,6 +74,8 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     meets: Meeting = "plugin"
     nccl_id: str = ""
     """NCCL's unique id of the group in base64, if the members meet by that."""
+    bucket: BucketHandle | None = None
+    """The bucket that the ranks are to open, if the backend is `handles`."""
 
 
 class KeepGroup(msgspec.Struct, frozen=True, tag=True):
@@ -77,6 +83,12 @@ class KeepGroup(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
+    reason: str
+
+
+class HandlesRefused(msgspec.Struct, frozen=True, tag=True):
+    """Ranks of the receiver cannot open the publisher's bucket. They may ask for another way."""
+
     reason: str
 
 
@@ -89,7 +101,7 @@ class LastBucketSent(msgspec.Struct, frozen=True, tag=True):
     """
 
 
-Answer = Join | KeepGroup | Refused | LastBucketSent
+Answer = Join | KeepGroup | Refused | HandlesRefused | LastBucketSent
 
 _ask = msgspec.json.Decoder(Ask)
 _answer = msgspec.json.Decoder(Answer)
@@ -232,6 +244,8 @@ class Gathering:
         return [member for member in self._waiting if self._are_alike(first, member.ask)]
 
     def _are_alike(self, one: Ask, other: Ask) -> bool:
-        if one.fingerprint != other.fingerprint or one.meets != other.meets:
+        if one.fingerprint != other.fingerprint:
+            return False
+        if (one.meets, one.handles) != (other.meets, other.handles):
             return False
         return not self._apart or (one.workers is None) == (other.workers is None)

@@ -77,10 +77,12 @@ def publisher(
     stage_seconds: float = STAGE_SECONDS,
     spare: int = 0,
     device: torch.device | None = None,
+    by_handles: bool = False,
 ) -> Publisher:
     """The publisher of this kind. `shared_memory` uses `name`, and `folder` and `spare` where
     /dev/shm is small (see `memory_files`); the others listen on `host`. `direct` keeps the newest
-    version on `device`, by default in host memory. It imports torch, which the trainer has anyway.
+    version on `device`, by default in host memory; with `by_handles` workers of this machine read it
+    there. It imports torch, which the trainer has anyway.
 
     With `full_every` above 1 the versions between are differences (see `DeltaPublisher`). A fourth
     of the `stage_seconds` that a handover gives an engine is for a group of receivers to come
@@ -108,6 +110,7 @@ def publisher(
         made = BroadcastPublisher(
             host,
             device=device or CPU,
+            backend="handles" if by_handles else None,
             num_slots=kept,
             threads=threads,
             deadline_seconds=stage_seconds / 4,

@@ -13,11 +13,12 @@ on a GPU.
 
 import hashlib
 import importlib.util
+import json
 import socket
 import threading
 import time
 from collections import deque
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -96,6 +97,74 @@ class GroupSeat:
         work.wait()
 
 
+class HandleSeat:
+    """One worker's place in a group that reads the trainer's bucket on its device (CUDA IPC). The
+    trainer says when a part is there, and the worker when it has read it.
+    """
+
+    def __init__(self, order, rank, device):
+        self._left = order["num_bytes"]
+        at = (order["host"], order["port"])
+        self._trainer = socket.create_connection(at, timeout=order["deadline_seconds"])
+        told = {"group": order["group"], "rank": rank}
+        try:
+            self._bucket = open_bucket(order["bucket"], device)
+        except Exception as error:
+            self._say({**told, "refused": str(error)})
+            self._trainer.close()
+            raise
+        self._say(told)
+
+    def receive(self, part):
+        """Fills `part`, at most a bucket, or fails by the deadline. It fails at once when the
+        trainer's connection closes. With the last part the bucket is closed.
+        """
+        length = b""
+        while len(length) < LENGTH_BYTES:
+            came = self._trainer.recv(LENGTH_BYTES - len(length))
+            if not came:
+                raise ConnectionError("the trainer has ended the transfer")
+            length += came
+        if int.from_bytes(length, "little") != len(part):
+            raise ValueError(f"the trainer gives {length.hex()} bytes, and {len(part)} are due")
+        self._bucket.read(part)
+        self._trainer.sendall(READ)
+        self._left -= len(part)
+        if not self._left:
+            self.close()
+
+    def close(self):
+        """Closes the bucket, and then the connection, by which the trainer knows that."""
+        if self._bucket is not None:
+            self._bucket.close()
+            self._bucket = None
+        self._trainer.close()
+
+    def _say(self, told):
+        self._trainer.sendall(json.dumps(told).encode() + b"\n")
+
+
+READ = b"\1"
+LENGTH_BYTES = 8
+"""The words of `midflight.weights.transports.handle_group`, where they are explained."""
+
+
+def open_bucket(told, device):
+    """The trainer's bucket, read from `device`. Raises an error whose text is the reason if it cannot
+    be opened.
+    """
+    handles = module_of(HANDLES)
+    own = handles.device_name(device)
+    if told["machine"] != handles.machine():
+        raise ValueError(f"the trainer's {told['device']} is on another machine than {own}")
+    try:
+        return handles.opened_bucket(told["handle"], device)
+    except handles.HandleRefused as why:
+        raise ValueError(
+            f"{own} cannot read memory of the trainer's {told['device']}: {why}"
+        ) from why
+
+
 @contextmanager
 def working_on(device):
     """Makes the device that of this thread, which begins with the first one. Work in the block runs
@@ -120,6 +189,8 @@ READER = WEIGHTS / "difference_codec.py"
 """The file of Midflight that reads differences. It imports nothing of Midflight."""
 DIGESTS = WEIGHTS / "device_digest.py"
 """The file that hashes bytes on a device. It imports torch only."""
+HANDLES = WEIGHTS / "device_handles.py"
+"""The file that opens memory of another process on a device. It imports torch only."""
 PIECE = 16 * 2**20
 """Bytes of a tensor that are hashed at once."""
 CHECKS = importlib.util.find_spec("xxhash") is not None and READER.exists()
@@ -407,15 +478,7 @@ class DoubleBuffer:
         before.clear()
         try:
             order = coming.order
-            # A round that fails leaves no group.
-            seat = self._seat
-            self._seat = None
-            if order["again"]:
-                if seat is None or seat.name != order["group"]:
-                    raise ValueError(f"this worker was never in group {order['group']}")
-            else:
-                seat = GroupSeat(order, rank)
-            with working_on(self._device), torch.no_grad():
+            with working_on(self._device), torch.no_grad(), self._seated(order, rank) as seat:
                 if order["base"] or order["keeps"]:
                     tensors = self._whole(seat, coming)
                 else:
@@ -423,10 +486,25 @@ class DoubleBuffer:
                 if order["serves"]:
                     coming.ready = self._prepare(tensors)
                 deque(tensors, maxlen=0)  # what was not asked for must come too
-            self._seat = seat
         except Exception as error:
             coming.error = f"{type(error).__name__}: {error}".partition("\n")[0]
         coming.done = True
+
+    @contextmanager
+    def _seated(self, order, rank):
+        """The seat for one version. A round that fails leaves none for the next."""
+        if order["bucket"] is not None:
+            with closing(HandleSeat(order, rank, self._device)) as seat:
+                yield seat
+            return
+        seat = self._seat
+        self._seat = None
+        if not order["again"]:
+            seat = GroupSeat(order, rank)
+        elif seat is None or seat.name != order["group"]:
+            raise ValueError(f"this worker was never in group {order['group']}")
+        yield seat
+        self._seat = seat
 
     def _whole(self, seat, coming):
         """Receives all of a version in host memory, where differences are applied. Returns its
