@@ -20,6 +20,7 @@ from tests.engines.models import TOKENIZER, MemoryReceiver, ask, make_engine
 from tests.engines.reading import collect, ids
 from tests.engines.servers.fakes import attached
 from tests.engines.servers.own_vllm import StubVllm
+from tests.engines.servers.plugin_vllm import PluginVllm
 from tests.engines.test_contract import running
 from tests.engines.test_scoring import ragged
 from tests.models.mixtures import tiny_mixture
@@ -388,39 +389,46 @@ def test_a_version_goes_from_the_trainers_device_to_a_workers_through_no_host_me
 
 @pytest.mark.skipif(REAL is not None, reason="counts the bytes of our device")
 @pytest.mark.parametrize("has_room", [True, False])
-def test_a_version_that_a_worker_reads_on_the_trainers_device_goes_through_no_host_memory_and_is_taken_back(
+def test_a_version_that_workers_read_on_the_trainers_device_goes_through_no_host_memory_and_is_taken_back(
     has_room: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files stand for memory that two processes of a GPU share: no proof of CUDA IPC. Without room for a version it goes to host memory
-    once, and from there bucket by bucket to the device."""
+    """By a stub of vLLM's routes, with files for memory that processes of a GPU share: no proof of CUDA IPC. Without room on the device a
+    version goes to host memory once, and from there bucket by bucket to the device."""
     source = Source()
     driver = Driver(tmp_path)
     stand_in(monkeypatch, inside._plugin(), driver)
-    served = both(lambda: tiny_model(seed=5))[1]
-    worker = BenchWorker(served)
-    made = [{name: tensor.cpu() for name, tensor in named_tensors(served).items()}]
+    stub = PluginVllm([BenchWorker(both(lambda: tiny_model(seed=5))[1]) for _ in range(2)])
+
+    def serves(expected: Mapping[str, torch.Tensor]) -> bool:
+        return all(equal(worker.model, expected) for worker in stub.workers)
 
     async def main(sender: BroadcastPublisher) -> None:
-        for version in (1, 2):
-            crossed.clear()
-            manifest = source.publish(sender, version)
-            await feed.bring(manifest, worker)
-            worker.buffer.take(version)
-            in_float32 = 2 * sum(spec.num_bytes for spec in manifest.tensors)
-            expected = (0, 0) if has_room else (in_float32, extent(manifest.tensors))
-            assert (crossed.to_host, crossed.from_host) == expected
-            sender.release(version)
-            made.append(source.served())
-            assert equal(served, made[version])
-            assert driver.num_open == 0
-        worker.buffer.take(1)
-        assert equal(served, made[1])
+        way = DirectLoader("vllm", DirectFeed())
+        async with attached(stub, tmp_path, direct=way) as (engine, _):
+            for version in (1, 2):
+                crossed.clear()
+                manifest = replace(source.publish(sender, version), receivers=1)
+                await engine.stage(manifest)
+                attested = await engine.commit(version)
+                in_float32 = 2 * sum(spec.num_bytes for spec in manifest.tensors)
+                expected = (0, 0) if has_room else (in_float32, extent(manifest.tensors))
+                assert (crossed.to_host, crossed.from_host) == expected
+                assert attested.fingerprint == manifest.fingerprint
+                assert manifest.fingerprint.startswith("device-") == has_room
+                sender.release(version)
+                assert serves(source.served()) and driver.num_open == 0
+            before = source.served()
+            await engine.stage(replace(source.publish(sender, 3), receivers=1))
+            stub.fails_to_swap = True
+            with pytest.raises(EngineError, match="It serves version 2 again"):
+                await engine.commit(3)
+            assert serves(before) and stub.label == "2"
 
-    feed = DirectFeed()
     with BroadcastPublisher(device=DEVICE, backend="handles", bucket_bytes=5000, quiet_seconds=0.02) as sender:
         sender._on_device._fits = has_room
         asyncio.run(main(sender))
-    assert len(driver.opened) == 2 and driver.num_given == 0
+    assert len(driver.opened) == 6 and len(driver.given) == 1 and driver.num_given == 0
+    assert all(order["bucket"]["handle"] == driver.given[0].handle for order in stub.orders)
 
 
 @pytest.mark.skipif(REAL is not None, reason="two members of NCCL must have two GPUs")

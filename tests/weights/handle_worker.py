@@ -14,29 +14,27 @@ import sys
 import pytest
 import torch
 from tests.weights.buckets import Driver, FileBucket, stand_in
-from tests.weights.test_direct import Workers
+from tests.weights.test_direct import Workers, midflight_direct
 from torch import Tensor
 
-sys.modules.setdefault("midflight_direct", __import__("midflight_direct"))
-plugin = sys.modules["midflight_direct"]
 SIGNALS = {"die": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    stand_in(pytest.MonkeyPatch(), plugin, Driver())
+    stand_in(pytest.MonkeyPatch(), midflight_direct, Driver())
     worker = Workers(1)
     read = FileBucket.read
     ends: dict[str, int] = {}
     parts = 0
 
-    def counted(bucket: FileBucket, part: Tensor) -> None:
+    def counted(self: FileBucket, part: Tensor) -> None:
         nonlocal parts
         parts += 1
         for word, number in ends.items():
             if number == parts:
                 os.kill(os.getpid(), SIGNALS[word])
-        read(bucket, part)
+        read(self, part)
 
     FileBucket.read = counted
     for line in sys.stdin:

@@ -23,6 +23,7 @@ import torch
 from midflight.errors import ConfigError
 from midflight.run.device_check import (
     groups,
+    handles,
     inside,
     kernels,
     sameness,
@@ -43,7 +44,7 @@ TRIALS: Mapping[str, Callable[[Bench], Iterator[DeviceTrial]]] = {
     "taking a version back": swaps.take_back,
     "straight into a server's workers": inside.inside_workers,
     "two ranks": groups.groups,
-    "one tensor in two processes": groups.ipc,
+    "a version in two processes": handles.by_handles,
     "determinism": sameness.sameness,
     "speeds": speeds.speeds,
     "a whole run": whole_run.whole_run,

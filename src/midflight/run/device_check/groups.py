@@ -1,6 +1,5 @@
-"""Trials of two processes: a group of ranks, and a tensor that one gives the other without a copy.
-
-Ranks talk by NCCL on GPUs and by gloo elsewhere, through the same code.
+"""Trials of a group of two ranks, which talk by NCCL on GPUs and by gloo elsewhere, through the same
+code.
 """
 
 from __future__ import annotations
@@ -9,13 +8,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
 
 import msgspec
-import torch
-import torch.multiprocessing as mp
 
-from midflight.run.device_check.bench import Bench, Wrong, not_tried, tried
+from midflight.run.device_check.bench import Bench, not_tried
 from midflight.run.device_check.report import DeviceTrial, TrialOutcome
 from midflight.run.orphan_guard import guarded
 from midflight.trainer.model.ranks import backend_of
@@ -24,9 +20,6 @@ from midflight.weights.transports.process_group import listen
 SIZE = 2
 RANKS_SECONDS = 120.0
 """The time for all trials of two ranks, with their start."""
-IPC_SECONDS = 60.0
-GIVEN = 1000
-"""Numbers of the tensor that a process gives another."""
 ONE_RANK = "set trainer.ranks = 1"
 LAST_CHARACTERS = 600
 """Characters of what a rank has said that a trial shows."""
@@ -85,50 +78,3 @@ def _of_two_ranks(bench: Bench, what: str) -> Iterator[DeviceTrial]:
         how = f"did not end in {RANKS_SECONDS:.0f} s" if late else "ended with an error"
         said = (errors + other_errors).decode(errors="replace")[-LAST_CHARACTERS:]
         yield DeviceTrial(what, TrialOutcome.FAILED, f"the ranks {how}: {said}", remedy=ONE_RANK)
-
-
-# --- One tensor in two processes ------------------------------------------------------------------
-
-
-def ipc(bench: Bench) -> Iterator[DeviceTrial]:
-    """Yields the trial of a tensor that another process reads and writes in place."""
-    what = "a tensor that two processes share (CUDA IPC on a GPU)"
-    if bench.device.type not in ("cpu", "cuda"):
-        yield not_tried(what, f"torch shares no tensors of {bench.device.type}")
-        return
-    yield tried(
-        what,
-        lambda: _shared(bench),
-        remedy="nothing in Midflight needs it: servers on one machine could take weights by it",
-    )
-
-
-def _shared(bench: Bench) -> str:
-    context = mp.get_context("spawn")
-    given = context.Queue()
-    answers = context.Queue()
-    child = context.Process(target=_add_one, args=(given, answers), daemon=True)
-    child.start()
-    try:
-        tensor = torch.arange(GIVEN, device=bench.device)
-        given.put(tensor)
-        said = answers.get(timeout=IPC_SECONDS)
-        bench.wait()
-        found = tensor.cpu()
-        given.put(None)
-        child.join(IPC_SECONDS)
-    finally:
-        child.kill()
-    if said != GIVEN or not torch.equal(found, torch.arange(GIVEN) + 1):
-        raise Wrong("what the other process wrote is not here")
-    return f"{GIVEN} numbers, written by the other process and read here"
-
-
-def _add_one(given: Any, answers: Any) -> None:
-    """Runs in the other process, which keeps the tensor until the first has read it. Both are queues."""
-    tensor = given.get()
-    tensor.add_(1)
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
-    answers.put(len(tensor))
-    given.get()

@@ -173,6 +173,7 @@ class _Attached:
     url: str
     staging: Path
     """The folder below which versions are written for it."""
+    feed: DirectFeed
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +233,7 @@ class _ServerBench:
         folder = self.bench.folder(size)
         name = self.bench.segment()
         staging = shared_places()[0] / name
+        feed = DirectFeed()
         async with started(config, folder, name=name, version=0) as running:
             engine = ServerEngine(
                 name,
@@ -241,14 +243,14 @@ class _ServerBench:
                 model=folder,
                 receiver=receiver(),
                 staging=staging,
-                direct=DirectLoader(self.kind, DirectFeed(), by_own_engine=by_own_engine),
+                direct=DirectLoader(self.kind, feed, by_own_engine=by_own_engine),
                 works=running.works,
             )
             async with asyncio.TaskGroup() as tasks:
                 loop = tasks.create_task(engine.run())
                 try:
                     await engine.attached()
-                    yield _Attached(engine, running.url, staging)
+                    yield _Attached(engine, running.url, staging, feed)
                 finally:
                     loop.cancel()
         shutil.rmtree(staging, ignore_errors=True)
@@ -302,7 +304,7 @@ class _ServerBench:
                         continue
                     yield await tried_while(
                         f"{at}: a version in mid-answer by {transport}, {mode.value}",
-                        lambda v=version, m=mode, out=outbox: self.swapped(engine, out, v, m),
+                        lambda v=version, m=mode, out=outbox: self._came(server, out, v, m),
                         remedy=f'set weights.transport = "{other}"',
                     )
                     version += 2
@@ -318,6 +320,15 @@ class _ServerBench:
                 lambda: self._taken_back_in_workers(server, outbox, version + 2),
                 remedy=f'set weights.transport = "{SHARED_MEMORY}"',
             )
+
+    async def _came(
+        self, server: _Attached, outbox: Publisher, version: int, mode: PauseMode
+    ) -> str:
+        """As `swapped`. On a GPU a version that goes straight must stay there."""
+        found = await self.swapped(server.engine, outbox, version, mode)
+        if server.feed.refusal:
+            raise Wrong(f"it came over host memory: {server.feed.refusal}")
+        return found
 
     async def said_and_computed(self, engine: ServerEngine, size: BenchSize) -> Found:
         model = self.bench.model(size)
@@ -452,7 +463,14 @@ async def _collected(engine: ServerEngine, request: GenerateRequest) -> list[int
 
 
 def _sender(bench: Bench, transport: str) -> Publisher:
-    return publisher(transport, name=bench.segment(), folder=bench.scratch / "weights")
+    """The publisher. On a GPU, which the server shares, `direct` goes by handles of CUDA IPC."""
+    return publisher(
+        transport,
+        name=bench.segment(),
+        folder=bench.scratch / "weights",
+        device=bench.device,
+        by_handles=bench.is_cuda,
+    )
 
 
 async def _said(engine: ServerEngine) -> list[int]:

@@ -12,7 +12,7 @@ PARTS: Mapping[str, float] = {
     "taking a version back": 90,
     "straight into a server's workers": 90,
     "two ranks": 150,
-    "one tensor in two processes": 60,
+    "a version in two processes": 90,
     "determinism": 90,
     "speeds": 180,
     "a whole run": 240,

@@ -254,8 +254,10 @@ class DirectFeed:
         """The terms of the group that the workers are in, which no round has broken."""
         self._keeps = False
         """True from the first difference on: then more are expected."""
-        self._handles = True
-        """False if the workers cannot open the publisher's bucket, as the first version showed."""
+        self.refusal = ""
+        """Why the workers cannot open the publisher's bucket, as the first version showed. It is empty
+        if they can, or have not tried.
+        """
         self._has_opened = False
         """True if they have opened it."""
 
@@ -301,13 +303,13 @@ class DirectFeed:
         """True if the workers are to open the publisher's bucket, should it have one for them. Bytes
         that a difference changes they keep in host memory.
         """
-        return self._handles and workers.meets == "plugin" and not self._keeps
+        return not self.refusal and workers.meets == "plugin" and not self._keeps
 
     def _cannot_open(self, why: CannotOpen) -> None:
         """The way is chosen at the first version. Later ones do not silently take a slower one."""
-        if self._has_opened or not self._handles:
+        if self._has_opened:
             return
-        self._handles = False
+        self.refusal = str(why)
         _log.warning(
             "versions come over host memory and not from GPU to GPU: %s. Run trainer and server as "
             "one user in one container (docker: --ipc=host), on GPUs that read each other's memory, "
