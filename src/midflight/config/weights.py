@@ -8,13 +8,14 @@ from midflight.config.section import Positive, Seconds, Section
 
 class WeightsSection(Section):
     transport: Literal["auto", "shared_memory", "pull", "direct"] = "auto"
-    """How bytes reach the engines: shared_memory on one machine, pull between machines, direct by
-    broadcast into the workers of vLLM and SGLang. auto chooses; `--dry-run` says which, and why.
+    """How bytes reach the engines: shared_memory on one machine, pull between machines, direct into
+    the workers of vLLM and SGLang. auto chooses; `--dry-run` says which, and why.
     """
     server_engine: bool = True
     """Where `direct` goes from GPU to GPU, the server's own transfer engine receives (vLLM's NCCL
-    engine, SGLang's update by a process group), in the pause; untested on a GPU. false: our plugin
-    receives beside running answers, but over host memory if trainer or server has several GPUs.
+    engine, SGLang's update by a process group), in the pause; untested on a GPU. false, or on one
+    GPU: our plugin receives beside running answers, on one machine by CUDA IPC; over host memory if
+    the trainer has several ranks.
     """
     every: Positive = 1
     """Steps from one published version to the next, at most `rollout.max_staleness` + 1. Larger
