@@ -25,7 +25,7 @@ from midflight.errors import EngineUnavailable
 from midflight.types import Meeting, TransferOrder, WorkerState
 from midflight.weights import device_handles
 from midflight.weights.device_handles import HandleRefused, given_bucket, opened_bucket
-from midflight.weights.transports.broadcast import BroadcastPublisher
+from midflight.weights.transports.broadcast import BroadcastPublisher, WholeVersion
 from midflight.weights.transports.direct import DirectFeed
 from midflight.weights.transports.process_group import BroadcastReceiver
 
@@ -95,6 +95,29 @@ def test_a_worker_with_other_bytes_is_found_by_the_digest_of_a_bucket(sender: Br
     monkeypatch.setattr(FileBucket, "read", torn)
     with pytest.raises(EngineUnavailable, match="bucket 0 of worker 0 is not what was sent"):
         asyncio.run(feed.bring(replace(sender.publish(1, tensors(1)), receivers=1), server))
+
+
+def test_a_version_that_cannot_be_read_in_the_middle_gives_the_bucket_back(
+    sender: BroadcastPublisher, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, feed = Workers(1), DirectFeed()
+    parts = WholeVersion.parts
+    breaks = [True, True]
+
+    def torn(version: WholeVersion, meets: Meeting, bucket_bytes: int) -> Iterator[torch.Tensor]:
+        for number, part in enumerate(parts(version, meets, bucket_bytes)):
+            if number == 1 and breaks:
+                breaks.pop()
+                raise RuntimeError("CUDA out of memory")
+            yield part
+
+    monkeypatch.setattr(WholeVersion, "parts", torn)
+    manifest = replace(sender.publish(1, tensors(1)), receivers=1)
+    with pytest.raises(EngineUnavailable, match="the trainer has ended the transfer|did not come to its end"):
+        asyncio.run(feed.bring(manifest, server))
+    asyncio.run(feed.bring(manifest, server))
+    server.take(1)
+    assert server.serves(1) and driver.num_open == 0
 
 
 # --- Refused ----------------------------------------------------------------------------------------------------------

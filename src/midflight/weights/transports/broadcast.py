@@ -354,6 +354,7 @@ class BroadcastService:
         with (
             torch.no_grad(),
             own_stream(self._device if by_handles else CPU),
+            contextlib.closing(group) if by_handles else contextlib.nullcontext(),
             contextlib.closing(version.parts(group.terms.meets, self._bucket_bytes)) as coming,
         ):
             for place in coming:
@@ -369,8 +370,6 @@ class BroadcastService:
                 elif hashed:
                     sent: memoryview = part.numpy().data
                     digests.append(hashlib.sha256(sent).hexdigest()[: rendezvous.DIGEST_DIGITS])
-            if by_handles:
-                group.close()
             return (*digests, *device_digests(found, lengths))
 
     async def _in_thread(self, deed: Callable[..., T], *args: object) -> T:
