@@ -113,6 +113,9 @@ def test_workers_read_versions_on_the_trainers_gpu_where_both_have_one_machine_a
     for other in ("lora.rank=8", "weights.delta=true", "trainer.device=cpu", "engine.device=cpu", "engine.kind=embedded"):
         assert found(shared, other) == small, other
     assert found(off, "trainer.ranks=2") == found(off, "engine.urls=['http://127.0.0.1:1']", "engine.count=1") == found() == small
+    turns = "engine.share=time"
+    assert found(turns) == found(turns, transport="direct") == ("direct", True), "engines take it while they have no keys"
+    assert found(turns, "weights.every=2") == small, "only a step that makes a version leaves the weights as engines have them"
     assert found(off, RAY) == ("pull", False)
     assert found(RAY, off, transport="direct") == ("direct", False)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -51,10 +51,10 @@ from midflight.trainer.critic import Valuation
 from midflight.trainer.model.microbatch import Layout
 from midflight.trainer.supervised import SupervisedTrainer
 from midflight.trainer.trainer import PolicyTrainer, trainer_of
-from midflight.types import PackedBatch, PauseMode, WeightManifest
+from midflight.types import Meeting, MemoryPart, PackedBatch, PauseMode, WeightManifest
 from midflight.weights.device_digest import digests, lanes
 from midflight.weights.manifest import extent
-from midflight.weights.transports.broadcast import BroadcastPublisher
+from midflight.weights.transports.broadcast import BroadcastPublisher, VersionOfWeights
 from midflight.weights.transports.direct import DirectFeed
 from midflight.weights.transports.process_group import BroadcastReceiver
 from midflight.weights.transports.publisher import copied
@@ -429,6 +429,70 @@ def test_a_version_that_workers_read_on_the_trainers_device_goes_through_no_host
         asyncio.run(main(sender))
     assert len(driver.opened) == 6 and len(driver.given) == 1 and driver.num_given == 0
     assert all(order["bucket"]["handle"] == driver.given[0].handle for order in stub.orders)
+
+
+@pytest.mark.skipif(REAL is not None, reason="counts the bytes of our device")
+def test_in_turns_a_version_is_read_out_of_the_trainers_weights_and_no_copy_of_it_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Source()
+    driver = Driver(tmp_path)
+    stand_in(monkeypatch, inside._plugin(), driver)
+    worker = BenchWorker(both(lambda: tiny_model(seed=5))[1])
+    stub = PluginVllm([worker])
+    weights = sum(tensor.nbytes for tensor in named_tensors(worker.model).values())
+
+    async def main(sender: BroadcastPublisher) -> None:
+        way = DirectLoader("vllm", DirectFeed())
+        async with attached(stub, tmp_path, direct=way) as (engine, _):
+            for version in (1, 2):
+                await engine.pause(PauseMode.ABORT)
+                await engine.sleep()
+                sender.withdraw()
+                before = resident.now
+                crossed.clear()
+                manifest = replace(source.publish(sender, version), receivers=1)
+                assert resident.now == before, "the trainer has no copy"
+                await engine.wake(MemoryPart.WEIGHTS)
+                await engine.stage(manifest)
+                await engine.commit(version)
+                assert (crossed.to_host, crossed.from_host) == (0, 0)
+                assert resident.now >= before + weights, "the version before can be taken back"
+                del stub.calls[:]
+                await engine.wake(MemoryPart.KEYS)
+                said = [body.get("method", path) for path, body in stub.calls]
+                assert said.index("midflight_let_go") < said.index("/wake_up"), "keys have its memory"
+                await engine.resume()
+                assert resident.now == before and equal(worker.model, source.served())
+            sender.withdraw()
+            with pytest.raises(WeightsCorrupt, match="not published or were released"):
+                await engine.stage(replace(manifest, version=3))
+
+    with BroadcastPublisher(device=DEVICE, backend="handles", bucket_bytes=5000, quiet_seconds=0.02, out_of_weights=True) as sender:
+        asyncio.run(main(sender))
+
+
+@pytest.mark.skipif(REAL is not None, reason="counts the bytes of our device")
+def test_i7_a_version_whose_tensors_change_while_they_are_sent_is_confirmed_to_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Source()
+    stand_in(monkeypatch, inside._plugin(), Driver(tmp_path))
+    worker = BenchWorker(both(lambda: tiny_model(seed=5))[1])
+    parts = VersionOfWeights.parts
+
+    def torn(version: VersionOfWeights, meets: Meeting, bucket_bytes: int) -> Iterator[torch.Tensor]:
+        for number, part in enumerate(parts(version, meets, bucket_bytes)):
+            if number == 1:
+                sender.withdraw()
+                with torch.no_grad():
+                    next(source.model.parameters()).mul_(2)
+            yield part
+
+    monkeypatch.setattr(VersionOfWeights, "parts", torn)
+    with BroadcastPublisher(device=DEVICE, backend="handles", bucket_bytes=5000, quiet_seconds=0.02, out_of_weights=True) as sender:
+        with pytest.raises(WeightsCorrupt, match="not published or were released"):
+            asyncio.run(DirectFeed().bring(replace(source.publish(sender, 1), receivers=1), worker))
 
 
 @pytest.mark.skipif(REAL is not None, reason="two members of NCCL must have two GPUs")

@@ -68,11 +68,12 @@ class FileBucket:
         part.copy_(self._mapped[: len(part)])
 
     def free(self) -> None:
-        self.is_closed = True
+        self.close()
         Path(bytes.fromhex(self.handle).decode()).unlink()
 
     def close(self) -> None:
         self.is_closed = True
+        self._mapped = torch.empty(0)
 
 
 def stand_in(patch: pytest.MonkeyPatch, plugin: Any, driver: Driver) -> None:

@@ -113,7 +113,7 @@ def test_a_version_that_cannot_be_read_in_the_middle_gives_the_bucket_back(
 
     monkeypatch.setattr(WholeVersion, "parts", torn)
     manifest = replace(sender.publish(1, tensors(1)), receivers=1)
-    with pytest.raises(EngineUnavailable, match="the trainer has ended the transfer|did not come to its end"):
+    with pytest.raises(EngineUnavailable, match=r"the trainer has ended the transfer|did not come to its end"):
         asyncio.run(feed.bring(manifest, server))
     asyncio.run(feed.bring(manifest, server))
     server.take(1)

@@ -27,7 +27,7 @@ from midflight.config.gpus import DescribedGpus
 from midflight.config.memory import MemoryItem, memory_estimate, moved_bytes, step_bytes
 from midflight.config.seats import DeviceAssignment, by_handles, server_of, server_size
 from midflight.config.sections import Config
-from midflight.models.sizes import BUCKET_BYTES, ModelSizes
+from midflight.models.sizes import BUCKET_BYTES, ModelSizes, element_bytes
 
 CUDA_BYTES = 2**30
 """CUDA's context of a process, with the buffers of cuBLAS and NCCL. It is assumed."""
@@ -139,7 +139,25 @@ def part_items(config: Config, gpus: DescribedGpus, who: str) -> Iterator[GpuIte
         items = _in_turns(config, sizes, items)
     yield from items
     if by_handles(config) and who != "teacher":
-        yield GpuItem(who, "a bucket of a version on its way", BUCKET_BYTES)
+        yield from _on_its_way(config, gpus, who, sizes)
+
+
+def _on_its_way(
+    config: Config, gpus: DescribedGpus, who: str, sizes: ModelSizes
+) -> Iterator[GpuItem]:
+    """What versions by handles take. Without turns more is only taken where there is room for it."""
+    taking = frozenset({Moment.TAKE})
+    is_trainer = who.startswith("trainer")
+    in_turns = config.engine.takes_turns
+    moments = ALWAYS if is_trainer or not in_turns else taking
+    yield GpuItem(who, "a bucket of a version on its way", BUCKET_BYTES, moments)
+    if not in_turns:
+        return
+    table = sizes.vocab_size * sizes.hidden_size * element_bytes(served_dtype(config))
+    yield GpuItem(who, "the largest tensor on its way", table, taking)
+    if not is_trainer:
+        weights = ServerMemory(config, gpus, who).weights
+        yield GpuItem(who, "the new weights, beside those before", weights, taking)
 
 
 def _in_turns(config: Config, sizes: ModelSizes, items: Iterator[GpuItem]) -> Iterator[GpuItem]:

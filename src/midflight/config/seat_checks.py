@@ -10,6 +10,7 @@ from midflight.config.engine import EngineSection
 from midflight.config.seats import DeviceAssignment, device_map, engines_min, server_size
 from midflight.config.sections import Config
 from midflight.config.shards import shard_contradictions
+from midflight.config.transport import may_use_handles
 from midflight.errors import ConfigError
 
 
@@ -173,7 +174,7 @@ def _turn_contradictions(config: Config) -> Iterator[str]:
             f"{turns}, and environment.untracked.engines "
             f"({config.environment.untracked.engines}) are to answer at any time; remove one"
         )
-    if config.weights.transport == "direct":
+    if config.weights.transport == "direct" and not may_use_handles(config):
         yield (
             f'{turns}, and weights.transport = "direct" brings versions to workers that have no '
             'memory then; set it to "shared_memory"'

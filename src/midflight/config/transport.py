@@ -39,18 +39,21 @@ def may_use_handles(config: Config) -> bool:
     """True if servers may read whole versions on the GPU of the trainer, by handles of CUDA IPC: all
     are on one machine, and the trainer has one rank, which has all of a version.
 
-    Two GPUs also have NCCL, by which a server's own engine receives, unless it is turned off.
+    Two GPUs also have NCCL, by which a server's own engine receives, unless it is turned off. In
+    turns engines take a version while they have no keys, out of the trainer's own weights: so each
+    step must make one.
     """
     engine = config.engine
     return (
-        _may_swap(config)
+        _takes_whole_versions(config)
         and config.cluster.kind == "local"
         and not engine.urls
         and not config.weights.delta
         and config.trainer.ranks == 1
         and _is_cuda(config.trainer.device)
         and _is_cuda(engine.device)
-        and (engine.share_devices or not config.weights.server_engine)
+        and (engine.shares_devices or not config.weights.server_engine)
+        and (not engine.takes_turns or config.weights.every == 1)
     )
 
 
@@ -62,8 +65,11 @@ def _may_swap(config: Config) -> bool:
     """True if servers can have a whole version beside the one that they serve. One that sleeps has
     no memory for it.
     """
-    engine = config.engine
-    return engine.kind != "embedded" and config.lora.rank is None and not engine.takes_turns
+    return _takes_whole_versions(config) and not config.engine.takes_turns
+
+
+def _takes_whole_versions(config: Config) -> bool:
+    return config.engine.kind != "embedded" and config.lora.rank is None
 
 
 def version_bytes(config: Config) -> int:

@@ -107,7 +107,7 @@ def _parts(config: Config, gpus: DescribedGpus, transport: Transport) -> Iterato
 def _by_handles(config: Config, gpus: DescribedGpus) -> WayPart:
     """Within a GPU each byte is read and written twice: into a bucket, and out of it."""
     num_bytes = version_bytes(config)
-    if config.engine.share_devices:
+    if config.engine.shares_devices:
         words = "two copies in the GPU's memory, by CUDA IPC"
         return WayPart(words, num_bytes, gpus.kind.memory_speed / 4)
     if gpus.kind.nvlink_speed:

@@ -48,6 +48,10 @@ class PluginVllm(FakeVllm):
                 self.label = body.get("weight_version") or self.label
             elif body.get("method") == "midflight_landed":
                 return JSONResponse({"results": [worker.buffer.state() for worker in self.workers]})
+            elif body.get("method") == "midflight_let_go":
+                self.calls.append((path, body))
+                for worker in self.workers:
+                    worker.buffer.let_go()
             else:
                 return await super()._answer(request)
         except ValueError as error:

@@ -119,6 +119,13 @@ class DirectLoader:
             raise
         self._coming = None
 
+    async def let_go(self, client: ServerClient) -> None:
+        """Lets the workers give back the memory of weights that are not served. The last version
+        cannot be taken back any more.
+        """
+        if self._is_open and self._make_own is None:
+            await self._make(client).let_go()
+
     def _closed(self, client: ServerClient, why: str) -> bool:
         """Returns false, and logs each reason once."""
         if why not in self._said:

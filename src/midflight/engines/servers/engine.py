@@ -407,6 +407,7 @@ class ServerEngine:
             if _ALL_PARTS - self._asleep:
                 for part in sorted(self._asleep):  # a server that sleeps in part may not sleep
                     await self._server.wake(self._client, part)
+            await self._let_go()
             self._asleep |= _ALL_PARTS
             await self._server.sleep(self._client)
             self._is_asleep = True
@@ -419,11 +420,18 @@ class ServerEngine:
             if part not in self._asleep:
                 return
             self._is_asleep = False
+            if part is types.MemoryPart.KEYS:
+                await self._let_go()
             await self._server.wake(self._client, part)
             self._asleep.discard(part)
             if not self._asleep and self._paused is not None:
                 await self._server.resume(self._client)
                 await self._server.pause(self._client, mode_at_server(self._paused))
+
+    async def _let_go(self) -> None:
+        """The weights before the live ones need the memory of the keys, or of the trainer."""
+        if self._direct is not None:
+            await self._direct.let_go(self._client)
 
     # --- Weights ----------------------------------------------------------------------------------
 

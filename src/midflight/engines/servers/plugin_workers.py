@@ -22,6 +22,10 @@ class DirectServer(ServerWorkers, Protocol):
         """
         ...
 
+    async def let_go(self) -> None:
+        """Gives back the memory of the weights that came and are not served."""
+        ...
+
 
 class VllmWorkers:
     """vLLM's weight-transfer engine, for which our plugin has registered a backend."""
@@ -45,6 +49,9 @@ class VllmWorkers:
         await self._client.post("/start_weight_update")
         await self._client.post("/update_weights", {"update_info": {"version": version}})
         await self._client.post("/finish_weight_update", {"weight_version": str(version)})
+
+    async def let_go(self) -> None:
+        await self._client.post("/collective_rpc", {"method": "midflight_let_go"})
 
 
 class SglangWorkers:
@@ -81,6 +88,16 @@ class SglangWorkers:
             "group_name": "midflight:",
             "weight_version": str(version),
             "flush_cache": recompute,
+        }
+        await self._client.post("/update_weights_from_distributed", body)
+
+    async def let_go(self) -> None:
+        body: dict[str, object] = {
+            "names": [],
+            "dtypes": [],
+            "shapes": [],
+            "group_name": "midflight:let_go",
+            "flush_cache": False,
         }
         await self._client.post("/update_weights_from_distributed", body)
 

@@ -489,18 +489,29 @@ def _adapters(config: Config, model: PreTrainedModel) -> LoraConfig | None:
     return lora_config(model, rank=lora.rank, alpha=lora_alpha(lora), targets=lora.targets)
 
 
+def _nothing() -> None:
+    """Ranks that publish their own parts keep copies of them."""
+
+
 class DeviceTurns:
     """Implements `TrainerTurns`."""
 
     def __init__(
-        self, team: Team, service: RolloutClient | ShardedRollouts, lock: DeviceLock
+        self,
+        team: Team,
+        service: RolloutClient | ShardedRollouts,
+        lock: DeviceLock,
+        withdraw: Callable[[], None],
     ) -> None:
+        """`withdraw` ends what is sent out of the trainer's weights, which the step will change."""
+        self._withdraw = withdraw
         self._team = team
         self._service = service
         self._lock = lock
 
     async def begin(self) -> None:
         await self._service.turn(DeviceOwner.TRAINER)
+        self._withdraw()
         await self._lock.take()
         await asyncio.to_thread(self._team.take_device)
 
@@ -605,6 +616,7 @@ async def _train(
     )
     with ExitStack() as closing:
         publish = team.publish
+        withdraw = _nothing
         if not _shares(config):
             weights = make_publisher(
                 section.transport,
@@ -617,7 +629,9 @@ async def _train(
                 spare=0 if spec.life else staged_bytes(config, model_sizes(config.model)),
                 device=_own_device(config.trainer.device) if stays_on_gpus(config) else CPU,
                 by_handles=by_handles(config),
+                out_of_weights=config.engine.takes_turns,
             )
+            withdraw = weights.withdraw
             publisher = closing.enter_context(weights)
             served = served_dtype(config)
             collect = None
@@ -641,7 +655,7 @@ async def _train(
                 heartbeat=launcher.heartbeat,
                 handover_seconds=handover_seconds,
                 chain=team.chain,
-                turns=None if lock is None else DeviceTurns(team, service, lock),
+                turns=None if lock is None else DeviceTurns(team, service, lock, withdraw),
             )
             if team.num_steps == 0:
                 # A crash in the first steps goes back to this: the warm start is not made twice.

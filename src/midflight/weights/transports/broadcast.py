@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from midflight.errors import ConfigError, RunFailed
+from midflight.models.device_memory import give_back
 from midflight.models.sizes import BUCKET_BYTES, fingerprint
 from midflight.types import BucketHandle, Meeting, TensorSpec, Version, WeightManifest
 from midflight.weights.device_digest import digests as device_digests
@@ -30,7 +31,12 @@ from midflight.weights.device_handles import HandleRefused
 from midflight.weights.manifest import MAX_HELD, extent, layout
 from midflight.weights.transports import rendezvous
 from midflight.weights.transports.buffers import StandingBuffers
-from midflight.weights.transports.device_versions import DeviceBuffer, device_fingerprint
+from midflight.weights.transports.device_versions import (
+    DeviceBuffer,
+    device_fingerprint,
+    fingerprint_of_each,
+    tensor_bytes_of,
+)
 from midflight.weights.transports.handle_group import BucketsRefused, GivenBuckets, HandleGroup
 from midflight.weights.transports.kinds import DIRECT
 from midflight.weights.transports.process_group import (
@@ -141,6 +147,42 @@ class WholeVersion:
         for pack in rendezvous.packs(self.tensors, bucket_bytes):
             places = [slice(spec.offset, spec.offset + spec.num_bytes) for spec in pack]
             yield torch.cat([self.data[place] for place in places])
+
+
+@dataclass(frozen=True, slots=True)
+class VersionOfWeights:
+    """Implements `OutgoingVersion`: tensors of the trainer, which stay as they are until it is
+    withdrawn. Nothing of it is kept: buckets are made of the tensors when they are sent.
+    """
+
+    given: Mapping[str, Tensor]
+    fill: Fill
+    fingerprint: str
+    tensors: tuple[TensorSpec, ...]
+    device: torch.device
+
+    def parts(self, meets: Meeting, bucket_bytes: int) -> Generator[Tensor]:
+        if meets != "plugin":
+            raise RuntimeError("a server's own engine takes no versions of a trainer in turns")
+        waiting = [spec for spec in self.tensors if spec.num_bytes]
+        begun: Tensor | None = None
+        for place in rendezvous.buckets(extent(self.tensors), bucket_bytes):
+            size = place.stop - place.start
+            part = torch.zeros(size, dtype=torch.uint8, device=self.device)
+            while waiting and waiting[0].offset < place.stop:
+                spec = waiting[0]
+                if begun is None:
+                    begun = tensor_bytes_of(spec, self.given, self.fill, self.device)
+                end = spec.offset + spec.num_bytes
+                first = max(spec.offset, place.start)
+                last = min(end, place.stop)
+                stretch = begun[first - spec.offset : last - spec.offset]
+                part[first - place.start : last - place.start].copy_(stretch)
+                if end > place.stop:
+                    break
+                waiting.pop(0)
+                begun = None
+            yield part
 
 
 class BroadcastService:
@@ -327,6 +369,9 @@ class BroadcastService:
             _answer(members, KeepGroup())
         digests = await self._in_thread(self._broadcast, group, version, hashed)
         self._keep(members, group)
+        if isinstance(version, VersionOfWeights):
+            # others have the device before the trainer has it again
+            await self._in_thread(give_back, self._device)
         # else it was released, and the bytes that were hashed may not be those that were sent
         if self._version(members[0].ask) is version:
             _answer([m for m in members if m.ask.workers is not None], LastBucketSent(digests))
@@ -510,6 +555,7 @@ class BroadcastPublisher(Publisher):
         quiet_seconds: float = 0.05,
         deadline_seconds: float = 10.0,
         threads: int = 1,
+        out_of_weights: bool = False,
     ) -> None:
         """`host` is the address of this machine that engines reach it by; it listens there only.
         The bytes are not encrypted.
@@ -524,6 +570,9 @@ class BroadcastPublisher(Publisher):
         which must be different ones, and gloo elsewhere. With `handles` workers on this machine read
         buckets on the device, which may be theirs too (CUDA IPC); if that gives none, versions go
         from host memory, and the log says why. Untested on a GPU.
+
+        With `out_of_weights` a version on a device is not copied: its tensors stay as they are until
+        `withdraw`.
         """
         if backend is None:
             backend = "nccl" if device.type == "cuda" else "gloo"
@@ -540,6 +589,7 @@ class BroadcastPublisher(Publisher):
                 backend = "gloo"
                 device = CPU
         self._given = given
+        self._out_of_weights = out_of_weights
         self._threads = threads
         self._held: dict[Version, OutgoingVersion] = {}
         self._num_slots = num_slots
@@ -575,7 +625,13 @@ class BroadcastPublisher(Publisher):
                 "new publisher."
             )
         specs = layout(named_shapes(tensors))
-        if self._on_device.device != CPU and self._on_device.fits(extent(specs)):
+        device = self._on_device.device
+        if self._out_of_weights and device != CPU:
+            check_slot(version, self._held, num_slots=self._num_slots)
+            digest = fingerprint_of_each(specs, tensors, fill, device)
+            give_back(device)
+            return self.hold(version, VersionOfWeights(tensors, fill, digest, specs, device))
+        if device != CPU and self._on_device.fits(extent(specs)):
             check_slot(version, self._held, num_slots=self._num_slots)
             self._make_room()
             data = self._on_device.filled(specs, tensors, fill)
@@ -608,6 +664,12 @@ class BroadcastPublisher(Publisher):
     def release(self, version: Version) -> None:
         self._held.pop(version, None)
         self._buffers.release(version)
+
+    def withdraw(self) -> None:
+        """A round that is under way is not confirmed: its bytes may be of two versions."""
+        for version, held in tuple(self._held.items()):
+            if isinstance(held, VersionOfWeights):
+                del self._held[version]
 
     def close(self) -> None:
         """Receivers that wait or receive get an error at the end of the bucket under way. See

@@ -63,6 +63,29 @@ def verify_of_device(manifest: WeightManifest, copies: Mapping[str, memoryview])
         )
 
 
+def tensor_bytes_of(
+    spec: TensorSpec, tensors: Mapping[str, Tensor], fill: Fill, device: torch.device
+) -> Tensor:
+    """The bytes of one tensor as it is served, in memory of their own on the device."""
+    made = torch.empty(spec.num_bytes, dtype=torch.uint8, device=device)
+    like = tensors[spec.name]
+    fill({spec.name: made.view(like.dtype).view(like.shape)}, tensors)
+    return made
+
+
+def fingerprint_of_each(
+    specs: Iterable[TensorSpec], tensors: Mapping[str, Tensor], fill: Fill, device: torch.device
+) -> str:
+    """As `device_fingerprint`, of tensors that are served one after the other. They take the memory of
+    one.
+    """
+    ordered = list(specs)
+    found = [lanes(tensor_bytes_of(spec, tensors, fill, device)) for spec in ordered]
+    hashed = digests(found, [spec.num_bytes for spec in ordered])
+    names = [spec.name for spec in ordered]
+    return total_fingerprint(ordered, dict(zip(names, hashed, strict=True)))
+
+
 class DeviceBuffer:
     """The memory of the newest version on a device."""
 

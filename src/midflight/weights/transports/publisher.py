@@ -47,6 +47,11 @@ class Publisher(Protocol):
         """
         ...
 
+    def withdraw(self) -> None:
+        """Says that the tensors of the newest version will change now, which only matters to a
+        publisher that sends versions out of them.
+        """
+
     def close(self) -> None:
         """Removes everything that was published. Idempotent. It does not wait for a publication
         under way in another thread, which may fail.

@@ -78,11 +78,13 @@ def publisher(
     spare: int = 0,
     device: torch.device | None = None,
     by_handles: bool = False,
+    out_of_weights: bool = False,
 ) -> Publisher:
     """The publisher of this kind. `shared_memory` uses `name`, and `folder` and `spare` where
     /dev/shm is small (see `memory_files`); the others listen on `host`. `direct` keeps the newest
     version on `device`, by default in host memory; with `by_handles` workers of this machine read it
-    there. It imports torch, which the trainer has anyway.
+    there. With `out_of_weights` it keeps none: `withdraw` says that tensors change. It imports torch,
+    which the trainer has anyway.
 
     With `full_every` above 1 the versions between are differences (see `DeltaPublisher`). A fourth
     of the `stage_seconds` that a handover gives an engine is for a group of receivers to come
@@ -111,6 +113,7 @@ def publisher(
             host,
             device=device or CPU,
             backend="handles" if by_handles else None,
+            out_of_weights=out_of_weights,
             num_slots=kept,
             threads=threads,
             deadline_seconds=stage_seconds / 4,

@@ -455,6 +455,15 @@ class DoubleBuffer:
         self._coming = None
         self._live = None
 
+    def let_go(self):
+        """Gives back the memory of the version that is not served, which cannot be taken any more."""
+        coming = self._coming
+        if coming is None or not coming.done:
+            return
+        coming.ready = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def take(self, version):
         """Serves the version that was received, between two steps. The version that was served
         becomes the received one, so that the exchange can be taken back.

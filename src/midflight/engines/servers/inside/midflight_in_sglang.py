@@ -157,6 +157,8 @@ GROUP = "midflight:"
 """The beginning of the name of a group that is ours. An order follows it, as JSON."""
 OWN = "midflight:own"
 """The name by which an update of SGLang's own is taken back."""
+LET_GO = "midflight:let_go"
+"""The name by which the memory of weights that are not served is given back."""
 _buffers = []
 """One `DoubleBuffer`, from its first use on: a process has one manager of weights."""
 _updates = []
@@ -261,6 +263,9 @@ def _take(original, manager, asked):
         return original(manager, asked)
     from sglang.srt.managers import io_struct
 
+    if asked.group_name == LET_GO:
+        _buffer(manager).let_go()
+        return io_struct.UpdateWeightsFromDistributedReqOutput(success=True, message="let go")
     if asked.group_name == OWN:
         taken = _taken_back(manager, asked.weight_version)
     else:

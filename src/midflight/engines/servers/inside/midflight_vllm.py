@@ -116,6 +116,11 @@ class Loader:
             return engine.double_buffer.state()
         return {**NOTHING_ORDERED, **self._midflight_update().state()}
 
+    def midflight_let_go(self) -> None:
+        """Gives back the memory of the weights that came straight and are not served."""
+        if isinstance(self.weight_transfer_engine, DirectTransfer):
+            self.weight_transfer_engine.double_buffer.let_go()
+
     def midflight_keep(self, label: str) -> None:
         """Keeps the weights that are served, before vLLM's own engine brings others."""
         self._midflight_update().begin(label)
