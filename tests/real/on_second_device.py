@@ -7,6 +7,7 @@ With MIDFLIGHT_TEST_DEVICE=cuda:0 the device is a real GPU: `make test-gpu`.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -449,6 +450,7 @@ def test_in_turns_a_version_is_read_out_of_the_trainers_weights_and_no_copy_of_i
                 await engine.pause(PauseMode.ABORT)
                 await engine.sleep()
                 sender.withdraw()
+                gc.collect()
                 before = resident.now
                 crossed.clear()
                 manifest = replace(source.publish(sender, version), receivers=1)
@@ -490,9 +492,11 @@ def test_i7_a_version_whose_tensors_change_while_they_are_sent_is_confirmed_to_n
             yield part
 
     monkeypatch.setattr(VersionOfWeights, "parts", torn)
-    with BroadcastPublisher(device=DEVICE, backend="handles", bucket_bytes=5000, quiet_seconds=0.02, out_of_weights=True) as sender:
-        with pytest.raises(WeightsCorrupt, match="not published or were released"):
-            asyncio.run(DirectFeed().bring(replace(source.publish(sender, 1), receivers=1), worker))
+    with (
+        BroadcastPublisher(device=DEVICE, backend="handles", bucket_bytes=5000, quiet_seconds=0.02, out_of_weights=True) as sender,
+        pytest.raises(WeightsCorrupt, match="not published or were released"),
+    ):
+        asyncio.run(DirectFeed().bring(replace(source.publish(sender, 1), receivers=1), worker))
 
 
 @pytest.mark.skipif(REAL is not None, reason="two members of NCCL must have two GPUs")
