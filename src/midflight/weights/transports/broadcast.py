@@ -431,10 +431,9 @@ class BroadcastService:
         names = _names(members)
         group = self._groups.get(names)
         self._groups = {n: g for n, g in self._groups.items() if not n & names}
-        if group is None or (group.terms.backend, group.terms.on_device) != (
-            way.backend,
-            way.on_device,
-        ):
+        if group is None:
+            return None
+        if Way(group.terms.backend, on_device=group.terms.on_device) != way:
             return None
         if any(member.ask.group != group.terms.group for member in members):
             return None
