@@ -83,6 +83,9 @@ FOUND: dict[str, tuple[dict[str, Any], Outcome]] = {
     "no generator takes such a seed": ({"run.seed": 2**64 + 1, "lora.rank": 1}, Outcome.REFUSED),
     "no engine gives a token in no time": ({"gateway.request_seconds": 1e-300}, Outcome.REFUSED),
     "no rollout takes no time": ({"environment.max_rollout_seconds": 1e-300}, Outcome.REFUSED),
+    "every answer was late after a thousandth of a second": ({"gateway.request_seconds": 0.001}, Outcome.REFUSED),
+    "every agent was late after a thousandth of a second": ({"environment.rollout_seconds": 0.001}, Outcome.REFUSED),
+    "every rollout was late after a thousandth of a second": ({"environment.max_rollout_seconds": 0.001}, Outcome.REFUSED),
     "tools stand in every prompt, and left no room for an answer": (
         {"environment.rewards.*.entry": "tests.fuzz.own:score", "environment.tools": ["tests.fuzz.own:double"]},
         Outcome.REFUSED,

@@ -16,6 +16,7 @@ from midflight.config.agents import (
 from midflight.config.section import (
     Count,
     Fraction,
+    Patience,
     Positive,
     Seconds,
     Section,
@@ -85,11 +86,11 @@ class EnvironmentSection(Section):
     """Sample from so many of the likeliest tokens. None keeps all."""
     min_p: Fraction = 0.0
     """Sample from tokens at least this likely, relative to the likeliest."""
-    rollout_seconds: Seconds = 60.0
+    rollout_seconds: Patience = 60.0
     """Time that the agent of one rollout may take by itself, without requests and tools within
     their own limits. Scoring a group has as much.
     """
-    max_rollout_seconds: Seconds | None = None
+    max_rollout_seconds: Patience | None = None
     """Time that a whole rollout may take, its requests included. Default: four times what the work
     should take; the dry run shows it.
     """

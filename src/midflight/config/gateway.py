@@ -5,7 +5,15 @@ from collections.abc import Iterator
 from typing import Literal
 from urllib.parse import urlsplit
 
-from midflight.config.section import NonNegative, Port, Positive, Seconds, Section, is_address
+from midflight.config.section import (
+    NonNegative,
+    Patience,
+    Port,
+    Positive,
+    Seconds,
+    Section,
+    is_address,
+)
 
 _HOST = re.compile(r"[\w.:%-]+")
 _NAME = re.compile(r"\*|[\w.-]+|[\da-fA-F:]+")
@@ -35,7 +43,7 @@ class GatewaySection(Section):
     `environment.temperature` and its like; the head names what was replaced
     (`x-midflight-replaced`).
     """
-    request_seconds: Seconds = 120.0
+    request_seconds: Patience = 120.0
     """How long an answer may go without a new token on an engine that serves it. A session's
     generation survives the loss of its client for a fourth of that.
     """

@@ -14,6 +14,10 @@ Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0.001, le=1e9)]
 """No process can be as fast as the least, and the most are thirty years."""
+Patience = Annotated[float, Field(ge=1, le=1e9)]
+"""Seconds after which one answer or one rollout is ended. Sound ones take longer than the least
+now and then, on any machine.
+"""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0, le=1e30)]
 Rate = Annotated[float, Field(gt=0, le=1)]
