@@ -16,7 +16,7 @@ from midflight.archive.prove.batches import BatchMember, Rules, batch_digest, gr
 from midflight.archive.prove.links import Chain, check_groups, check_rollouts, read_chain
 from midflight.archive.prove.record import MALFORMED, Key, StoreRecord, opened
 from midflight.archive.runs import open_run
-from midflight.archive.store_reader import StoreFiles, stores_of
+from midflight.archive.store_reader import StoreFiles, oldest_copy_read, stores_of
 from midflight.errors import NoRun, StoreCorrupt
 from midflight.observe.history import JournalHistory, read_journal
 from midflight.observe.lines import StepLine
@@ -83,8 +83,14 @@ def prove(folder: Path, *, digest: str | None = None) -> RunProof:
         if holder is not None and holder.lives:  # a step may have ended since the journal was read
             newest = every[-1].version if every else 0
             groups = [_until(newest, found) for found in groups]
-        proof.mistakes += check_steps(lines, stores, chains, groups, _rules(config))
-    proof.num_steps = len(lines)
+        newest = _newest_stored(folder, groups)
+        proof.mistakes += check_steps(lines, stores, chains, groups, _rules(config), newest)
+    proof.num_steps = sum(newest is None or line.version <= newest for line in lines)
+    if proof.num_steps < len(lines):
+        proof.notes.append(
+            f"{len(lines) - proof.num_steps:,} steps are newer than the copy of the store that is "
+            "here: what they were made of is not proven."
+        )
     proof.digest = lines[-1].digests.chain if lines and lines[-1].digests else ""
     proof.mistakes += check_ends(folder, history, lines, wanted)
     if proof.num_removed and not _may_remove(config):
@@ -167,16 +173,27 @@ def _without_digests(
             yield f"step {line.step} (version {line.version}) has no digests: they were taken out"
 
 
+def _newest_stored(folder: Path, groups: Sequence[Mapping[int, list[Key]]]) -> int | None:
+    """The version of the newest step that the stores have, if copies are read, which are older than
+    the journal. None if the stores themselves are read.
+    """
+    copy = oldest_copy_read(folder)
+    if copy is None:
+        return None
+    return min(max((copy.version, *found)) for found in groups)
+
+
 def check_steps(
     lines: Sequence[StepLine],
     stores: Sequence[StoreRecord],
     chains: Sequence[Chain],
     groups: Sequence[dict[int, list[Key]]],
     rules: Rules,
+    newest: int | None = None,
 ) -> Iterator[str]:
     """Yields a sentence for each step that does not continue the one before, or was not made of
     the groups that the store gives it. `groups` are those of each store by the version that they
-    made.
+    made. The stores have no steps after that of the version `newest`.
     """
     head = formulas.START
     weights = ""
@@ -194,8 +211,10 @@ def check_steps(
         if weights and line.digests.weights_before not in ("", weights):
             yield f"step {line.step} began with other weights than the step before it made"
         weights = line.digests.weights_after
-        yield from _wrong_seals(line, chains)
-        if not line.digests.skipped:
+        is_stored = newest is None or line.version <= newest
+        if is_stored:
+            yield from _wrong_seals(line, chains)
+        if is_stored and not line.digests.skipped:
             yield from _wrong_batch(line, stores, groups, rules)
         for found in groups:
             found.pop(line.version, None)
