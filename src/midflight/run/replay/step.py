@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import torch
 from transformers.utils.logging import disable_progress_bar
 
@@ -23,7 +22,7 @@ from midflight.models.sizes import fingerprint_views
 from midflight.observe.lines import StepLine
 from midflight.run.replay.recorded_steps import RecordedBatches, line_of, lines_of
 from midflight.trainer.checkpoint import load_checkpoint
-from midflight.trainer.folders import CheckpointState, checkpoints
+from midflight.trainer.folders import CheckpointState, checkpoints, state_of
 from midflight.trainer.model.determinism import compute_in_one_order
 from midflight.trainer.model.probe import proven_layout
 from midflight.trainer.report import StepReport
@@ -116,7 +115,7 @@ def checkpoint_before(folder: Path, step: int) -> tuple[Path, CheckpointState]:
     """
     found: list[tuple[Path, CheckpointState]] = []
     for path in checkpoints(folder / "checkpoints"):
-        state = msgspec.json.decode((path / "state.json").read_bytes(), type=CheckpointState)
+        state = state_of(path)
         if state.num_steps < step:
             found.append((path, state))
     if not found:
