@@ -539,6 +539,78 @@ def _write_lines(folder: Path, lines: list[dict[str, Any]]) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+# --- Each column ----------------------------------------------------------------------------------
+
+KEY = ("epoch", "position", "attempt")
+PROTECTED = {
+    "rollouts": (*KEY, "sample", "reward", "truncated", "room", "num_trainable", "rows", "scored"),
+    "groups": (*KEY, "task", "state", "reason", "version"),
+    "fates": (*KEY, "sample", "fate", "reason", "num_tokens"),
+    "forks": ("checkpoint", "version"),
+    "leases": ("lease", "train_version", "done"),
+    "seals": ("number", "event", *KEY, "sample", "detail", "digest", "head"),
+}
+"""The columns of a store that the proof answers for."""
+FREE = {
+    "runs": ("name",),
+    "numbers": ("name", "value"),
+    "sources": ("name",),
+    "turns": (*KEY, "sample", "number", "turn"),
+    "rollouts": ("error", "seconds"),
+    "groups": ("finished", "lease"),
+    "changed": (*KEY, "copies"),
+}
+"""Those of which docs/audit.md says that it does not."""
+_THAT_COUNT = {
+    "groups": "WHERE state NOT IN ('running', 'in_line')",
+    ("seals", "detail"): "WHERE event = 'leased'",
+}
+
+
+def columns_of(store: Path) -> dict[str, tuple[str, ...]]:
+    """The columns of every table."""
+    with closing(sqlite3.connect(store)) as file:
+        tables = file.execute("SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'").fetchall()
+        return {name: tuple(column for _, column, *_ in file.execute(f"PRAGMA table_info({name})")) for (name,) in tables}
+
+
+class ColumnChange:
+    """Changes one value of one column, in a row chosen by chance."""
+
+    def __init__(self, table: str, column: str, seed: int) -> None:
+        self._table = table
+        self._column = column
+        self._random = random.Random(f"{table}.{column} {seed}")
+        self.what = ""
+
+    def __call__(self, folder: Path) -> None:
+        columns = columns_of(folder / STORE)[self._table]
+        counts = _THAT_COUNT.get((self._table, self._column), _THAT_COUNT.get(self._table, ""))
+        with closing(sqlite3.connect(folder / STORE)) as file:
+            found = file.execute(f"SELECT * FROM {self._table} {counts}").fetchall()
+            row = dict(zip(columns, self._random.choice(found), strict=True))
+            value = self._other(row[self._column])
+            self.what = f"{self._table}.{self._column} of {row}: {value!r}"
+            where = " AND ".join(f"{name} IS ?" for name in columns)
+            file.execute(f"UPDATE {self._table} SET {self._column} = ? WHERE {where}", (value, *row.values()))
+            file.commit()
+
+    def _other(self, value: object) -> object:
+        match value:
+            case None:
+                return 1
+            case bytes() if value:
+                return _flipped(value, self._random)
+            case bytes():
+                return b"x"
+            case str():
+                return value + "x"
+            case float():
+                return value + 0.125
+            case _:
+                return value + 1000  # type: ignore[operator]
+
+
 # --- A chain that was written anew ----------------------------------------------------------------
 
 

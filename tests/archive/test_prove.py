@@ -18,7 +18,7 @@ from midflight.errors import NoRun
 from midflight.run.replay.decisions import decide_again
 from midflight.trajectories.store import Store
 
-from .proving import Forger, Tampering, digest_of, honest_run, plain_rows, proof_after
+from .proving import FREE, PROTECTED, ColumnChange, Forger, Tampering, columns_of, digest_of, honest_run, plain_rows, proof_after
 
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "explore"
 
@@ -64,6 +64,60 @@ def test_a_chain_that_somebody_wrote_anew_is_found_by_the_digest_that_was_kept_o
         assert by_itself.holds, f"by itself it fits ({seed}: {forger.what}): {by_itself.mistakes}"
         proof = prove(tmp_path / "changed", digest=kept[number])
         assert not proof.holds and "written anew" in proof.mistakes[0], f"{seed}: {forger.what}"
+
+
+def test_every_column_of_a_store_is_protected_or_said_not_to_be(runs: list[Path]) -> None:
+    page = Path("docs/audit.md").read_text()
+    for table, columns in columns_of(runs[0] / "store.sqlite").items():
+        told = (*PROTECTED.get(table, ()), *FREE.get(table, ()))
+        assert set(columns) == set(told), f"{table}: say what the proof answers for, here and in docs/audit.md"
+        assert table not in PROTECTED or f"`{table}`" in page
+
+
+@pytest.mark.parametrize(("table", "column"), [(table, column) for table, columns in PROTECTED.items() for column in columns])
+def test_a_change_of_each_protected_column_is_found(runs: list[Path], tmp_path: Path, table: str, column: str) -> None:
+    having = [folder for folder in (*runs, *crashed(runs)) if any_rows(folder, table)]
+    for number in range(10 if NIGHTLY else 3):
+        change = ColumnChange(table, column, number)
+        proof = proof_after(having[number % len(having)], tmp_path / "changed", change)
+        assert not proof.holds, change.what
+
+
+def any_rows(folder: Path, table: str) -> bool:
+    with closing(sqlite3.connect(folder / "store.sqlite")) as file:
+        return file.execute(f"SELECT 1 FROM {table} LIMIT 1").fetchone() is not None
+
+
+def crashed(runs: list[Path]) -> list[Path]:
+    """The folders of the same runs as they were when they died."""
+    graves = [folder for folder in sorted(runs[0].parent.iterdir()) if folder not in runs and (folder / "metrics.jsonl").exists()]
+    for folder in graves:
+        with closing(sqlite3.connect(folder / "store.sqlite")) as file:  # what is copied from now on is one file
+            file.execute("PRAGMA journal_mode = DELETE")
+    return [folder for folder in graves if prove(folder).num_steps]
+
+
+def test_no_run_is_accused_that_died_and_did_not_go_on(runs: list[Path]) -> None:
+    assert len(crashed(runs)) > 3
+    for folder in crashed(runs):
+        assert prove(folder).mistakes == []
+
+
+def test_tokens_that_the_run_has_removed_are_named_and_all_else_is_proven(runs: list[Path], tmp_path: Path) -> None:
+    def trimmed(folder: Path) -> None:
+        segment = sorted((folder / "segments").glob("*.segment"))[0]
+        segment.with_suffix(".removed").touch()
+        segment.unlink()
+
+    def told_to(folder: Path) -> None:
+        trimmed(folder)
+        (folder / "config.toml").write_text((folder / "config.toml").read_text() + '[run]\nkeep_trajectories = "30d"\n')
+
+    folder = next(folder for folder in runs if len(list((folder / "segments").glob("*.segment"))) > 1)
+    proof = proof_after(folder, tmp_path / "changed", told_to)
+    assert proof.holds and proof.num_removed and "were removed (run.keep_trajectories)" in proof.notes[0], proof
+    assert 0 < proof.num_rollouts < prove(folder).num_rollouts
+    assert not proof_after(folder, tmp_path / "changed", trimmed).holds, "the run was not told to remove any"
 
 
 def test_a_digest_of_another_run_is_found(runs: list[Path]) -> None:

@@ -79,7 +79,7 @@ def test_a_finished_run_is_proven_and_its_digest_is_kept_wherever_it_says(place:
     last = steps(place / "run")[-1]["digests"]["chain"]
     status, said = midflight("ledger", "run", "--prove", "--digest", last[:20], "--weights", "--witness", 8)
     assert status == 0, said
-    assert said.count("proven: ") == 3 and last in said
+    assert said.count("proven: ") == 4 and "5 kept sets of weights are those that the steps made" in said and last in said
     assert json.loads((place / "run" / "summary.json").read_text())["digest"] == last
     assert json.loads((place / "run" / "model" / "config.json").read_text())["midflight_steps_digest"] == last
 
@@ -93,6 +93,23 @@ def test_weights_that_did_not_make_the_tokens_are_found(place: Path, midflight: 
     assert before.is_dir()
     status, said = midflight("ledger", changed, "--weights")
     assert status == 1 and "wrong: " in said and "computed again by transformers" in said, said
+    assert said.count("does not match the hash in manifest.json") == 3
+
+
+def test_kept_weights_that_are_not_those_of_the_steps_are_found_though_their_hashes_fit(
+    place: Path, midflight: Callable[..., tuple[int, str]]
+) -> None:
+    changed = place / "swapped-weights"
+    shutil.copytree(place / "run", changed)
+    newest, before = sorted((changed / "checkpoints").glob("version-*"), reverse=True)[:2]
+    shutil.copy(newest / "rank-00000.safetensors", before / "rank-00000.safetensors")
+    manifest = json.loads((before / "manifest.json").read_text())
+    manifest["files"]["rank-00000.safetensors"] = json.loads((newest / "manifest.json").read_text())["files"]["rank-00000.safetensors"]
+    (before / "manifest.json").write_text(json.dumps(manifest))
+    shutil.copy(changed / "start" / "model.safetensors", changed / "model" / "model.safetensors")
+    status, said = midflight("ledger", changed, "--weights")
+    assert status == 1 and "the checkpoint of version 5 has other weights than its step made" in said, said
+    assert "model has other weights than the last step made" in said and "3 kept sets of weights" in said
 
 
 def test_each_step_whose_checkpoint_is_kept_is_made_again(place: Path, midflight: Callable[..., tuple[int, str]]) -> None:
@@ -208,5 +225,5 @@ def test_truncated_sampling_and_older_keys_are_computed_again_too(place: Path, m
     status, said = midflight("train", "run.toml", "--folder", "cut", *(x for option in truncated for x in ("--set", option)))
     assert status == 0, said
     status, said = midflight("ledger", "cut", "--prove", "--weights", "--witness", 8)
-    assert status == 0 and said.count("proven: ") == 3, said
+    assert status == 0 and said.count("proven: ") == 4, said
     assert all(line["trainer"]["rho/mean"] > 0 for line in steps(place / "cut"))

@@ -129,6 +129,9 @@ def check_groups(store: StoreRecord, chain: Chain) -> Iterator[str]:
             if link is not None:
                 yield f"group {group.name} has ended by the chain, and is open in the store"
             continue
+        if group.made is None and group.version is not None:
+            yield f"group {group.name} is {group.state}, and has a step ({group.version})"
+            continue
         if link is None:
             yield f"group {group.name} has ended and is in no link of the chain: it was added"
             continue

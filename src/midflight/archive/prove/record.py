@@ -98,6 +98,8 @@ class StoredGroup:
     reason: str | None
     made: int | None
     """The version that the step on it made, if there was one."""
+    version: int | None
+    """The same as the column has it: None as long as no checkpoint has the step."""
 
     @property
     def name(self) -> str:
@@ -219,6 +221,7 @@ class StoreRecord:
                 "trained" if is_trained else state,
                 reason,
                 made if is_trained else None,
+                version,
             )
 
 
