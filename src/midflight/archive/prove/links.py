@@ -177,6 +177,10 @@ def _check_leases(store: StoreRecord, chain: Chain) -> Iterator[str]:
             standing.pop(version + 1, None)
         else:
             standing = {made: lease for made, lease in standing.items() if made <= number}
+    given = {link.key[:2] for link in chain.steps if link.event == "leased"}
+    for lease in store.leases:
+        if lease not in given and not chain.older_groups:
+            yield f"lease {lease[0]} at version {lease[1]} is in no link of the chain"
     by_version: dict[int, list[Key]] = {}
     for group in store.groups.values():
         if group.made is not None:

@@ -137,6 +137,10 @@ class StoreRecord:
         """The checkpoint and the version of each place where a trainer went on under another
         number.
         """
+        self.leases: Sequence[tuple[int, int]] = connection.execute(
+            "SELECT lease, train_version FROM leases ORDER BY lease"
+        ).fetchall()
+        """Number and version of each lease that is in no checkpoint yet."""
         self.removed: set[tuple[Key, int]] = set()
         """The rollouts whose rows the run has removed, among those that were read."""
         self.removed_groups: set[Key] = set()
