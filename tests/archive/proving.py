@@ -183,7 +183,8 @@ def proof_after(folder: Path, into: Path, change: Callable[[Path], None], *, dig
     for name in (STORE, "metrics.jsonl", "config.toml"):
         shutil.copy(folder / name, into / name)
     for name in FOLDERS:
-        shutil.copytree(folder / name, into / name)
+        if (folder / name).exists():
+            shutil.copytree(folder / name, into / name)
     change(into)
     return prove(into, digest=digest)
 
@@ -599,6 +600,8 @@ class ColumnChange:
         match value:
             case None:
                 return 1
+            case 0 | 1 if self._column == "done":
+                return 1 - value
             case bytes() if value:
                 return _flipped(value, self._random)
             case bytes():
