@@ -229,7 +229,6 @@ class Tampering:
             self._link_column,
             self._fork,
             self._swapped_rows,
-            self._removed_segment,
             self._no_such_value,
             self._step,
             self._lost_step,
@@ -435,14 +434,6 @@ class Tampering:
         self._ask(folder, "UPDATE rollouts SET rows = ? WHERE rowid = ?", other[1], one[0])
         self._ask(folder, "UPDATE rollouts SET rows = ? WHERE rowid = ?", one[1], other[0])
         return one[1] != other[1]
-
-    def _removed_segment(self, folder: Path) -> bool:
-        """As if the run had removed it, which it was not told to."""
-        segment = self._random.choice(sorted((folder / SEGMENTS).glob("*.segment")))
-        self.what = f"{segment.name}, as if it was not needed any more"
-        segment.rename(segment.with_suffix(".removed"))
-        segment.with_suffix(".removed").write_bytes(b"")
-        return any(segment.stem in f"{place_of(blob)}" or place_of(blob) for (blob,) in self._ask(folder, "SELECT rows FROM rollouts"))
 
     def _no_such_value(self, folder: Path) -> bool:
         """A value that no program of ours writes: the proof says so, and does not fail."""

@@ -104,23 +104,6 @@ def test_no_run_is_accused_that_died_and_did_not_go_on(crashed: list[Path]) -> N
         assert prove(folder).mistakes == []
 
 
-def test_tokens_that_the_run_has_removed_are_named_and_all_else_is_proven(runs: list[Path], tmp_path: Path) -> None:
-    def trimmed(folder: Path) -> None:
-        segment = sorted((folder / "segments").glob("*.segment"))[0]
-        segment.with_suffix(".removed").touch()
-        segment.unlink()
-
-    def told_to(folder: Path) -> None:
-        trimmed(folder)
-        (folder / "config.toml").write_text((folder / "config.toml").read_text() + '[run]\nkeep_trajectories = "30d"\n')
-
-    folder = next(folder for folder in runs if len(list((folder / "segments").glob("*.segment"))) > 1)
-    proof = proof_after(folder, tmp_path / "changed", told_to)
-    assert proof.holds and proof.num_removed and "were removed (run.keep_trajectories)" in proof.notes[0], proof
-    assert 0 < proof.num_rollouts < prove(folder).num_rollouts
-    assert not proof_after(folder, tmp_path / "changed", trimmed).holds, "the run was not told to remove any"
-
-
 def test_a_digest_of_another_run_is_found(runs: list[Path]) -> None:
     other = digest_of(runs[1])
     proof = prove(runs[0], digest=other)

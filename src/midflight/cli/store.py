@@ -113,7 +113,7 @@ def ledger(
         bool,
         typer.Option(
             "--weights",
-            help="Compute log-probabilities again, with the versions whose checkpoints are kept.",
+            help="Compare kept weights with the digests, and compute log-probabilities again.",
         ),
     ] = False,
     witness: Annotated[

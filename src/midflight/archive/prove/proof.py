@@ -93,11 +93,6 @@ def prove(folder: Path, *, digest: str | None = None) -> RunProof:
         )
     proof.digest = lines[-1].digests.chain if lines and lines[-1].digests else ""
     proof.mistakes += check_ends(folder, history, lines, wanted)
-    if proof.num_removed and not _may_remove(config):
-        proof.mistakes.append(
-            f"the tokens of {proof.num_removed:,} rollouts were removed, and the run was not told to "
-            "(run.keep_trajectories)"
-        )
     if proof.num_older:
         proof.notes.append(
             f"{proof.num_older:,} rollouts ended before this run kept digests, and are not proven."
@@ -107,6 +102,11 @@ def prove(folder: Path, *, digest: str | None = None) -> RunProof:
             f"the tokens of {proof.num_removed:,} rollouts were removed (run.keep_trajectories); "
             "their digests are in the chain, and are not computed again."
         )
+        if not _may_remove(config):
+            proof.notes.append(
+                'Its configuration has run.keep_trajectories = "all" now: an earlier start removed '
+                "them, or somebody did."
+            )
     if not lines:
         proof.notes.append(
             "No step has digests: none was made yet, or a trainer that makes none trained the run."
