@@ -59,15 +59,24 @@ class CountingTrainer(SimulatedTrainer):
 
 
 class ScoringAgents(Agents):
-    """Agents that say what their reward is made of, and some of which also begin a second conversation, so that they have two rows."""
+    """Agents that say what their reward is made of. Some also begin a second conversation, so that they have two rows. Where `with_roles`
+    is set, each asks a critic too, whose answers have a reward of their own."""
+
+    with_roles = False
 
     async def __call__(self, task: Task, client: AsyncOpenAI) -> Result:
         reward = await super().__call__(task, client)
         assert reward is not None
         if self._random.random() < 0.3:
             await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": f"again {task.data['question']}"}])
+        roles: dict[str, float | None] = {}
+        if self.with_roles:
+            critic = client.role("critic")  # type: ignore[attr-defined]
+            await critic.chat.completions.create(model="policy", messages=[{"role": "user", "content": "is it right?"}])
+            roles["critic"] = 1 - reward / 2
         return Result(
             reward,
+            roles=roles,
             components={"right": reward, "short": round(self._random.random(), 3)},
             metrics={"calls": 3.0},
             turns=(0.125,),
@@ -75,18 +84,35 @@ class ScoringAgents(Agents):
         )
 
 
+class AgentsWithCritic(ScoringAgents):
+    with_roles = True
+
+
+AGENTS = (Agents, ScoringAgents, AgentsWithCritic)
+
+
 class RecordedLife:
     """A run from one death to the next, with a journal, which saves a checkpoint every other step."""
 
     def __init__(
-        self, folder: Path, seed: int, *, staleness: int, policy: str, version: Version, checkpoint: Version | None, chain: str, steps: int
+        self,
+        folder: Path,
+        seed: int,
+        *,
+        staleness: int,
+        policy: str,
+        version: Version,
+        checkpoint: Version | None,
+        chain: str,
+        steps: int,
+        kind: int,
     ) -> None:
         self.folder = folder
         self.site = Site(
             config(staleness=staleness, every=2, steps=8, stale_policy=policy),
             folder,
             engines=fast_engines(2, by_version=True, version=version),
-            agents=(ScoringAgents if seed % 2 else Agents)(seed, failing=0.03, longest=1.5),
+            agents=AGENTS[kind](seed, failing=0.03, longest=1.5),
             num_tasks=8,
             sdk=False,
         )
@@ -159,7 +185,15 @@ def honest_run(folder: Path, seed: int) -> Path:
     folder.mkdir(parents=True)
     for number, seconds in enumerate([*deaths, None]):
         life = RecordedLife(
-            folder, seed + number, staleness=staleness, policy=policy, version=version, checkpoint=checkpoint, chain=chain, steps=steps
+            folder,
+            seed + number,
+            staleness=staleness,
+            policy=policy,
+            version=version,
+            checkpoint=checkpoint,
+            chain=chain,
+            steps=steps,
+            kind=seed % 3,
         )
         grave = folder.with_name(f"{folder.name}-{number}")
         run_virtual(life.run(seconds, grave), seed=seed, max_seconds=20_000)
