@@ -73,7 +73,7 @@ class ScoringAgents(Agents):
         if self.with_roles:
             critic = client.role("critic")  # type: ignore[attr-defined]
             await critic.chat.completions.create(model="policy", messages=[{"role": "user", "content": "is it right?"}])
-            roles["critic"] = 1 - reward / 2
+            roles["critic"] = None if self._random.random() < 0.2 else 1 - reward / 2  # None: it cannot be scored
         return Result(
             reward,
             roles=roles,
