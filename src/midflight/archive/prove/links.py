@@ -58,8 +58,8 @@ def read_chain(store: StoreRecord, chain: Chain) -> Iterator[str]:
         head = _head_after(head, link)
         if head != link.head or not _is_of_its_event(store, link):
             yield f"link {place} of the chain of {store.path.name} was changed ({_what(link)})"
-            head = link.head
-        chain.heads.append(link.head)
+            head = _bytes_of(link.head)
+        chain.heads.append(head)
         if link.event == OLDER:
             yield from _read_older(store, chain, link)
         elif link.event in STEP_EVENTS:
@@ -68,6 +68,11 @@ def read_chain(store: StoreRecord, chain: Chain) -> Iterator[str]:
             chain.groups.setdefault(link.key, []).append(link)
         else:
             chain.rollouts[link.key, link.sample] = link
+
+
+def _bytes_of(value: object) -> bytes:
+    """The head that a link has; that of no chain if somebody wrote something else there."""
+    return value if isinstance(value, bytes) else formulas.START
 
 
 def _head_after(head: bytes, link: Link) -> bytes:

@@ -72,7 +72,7 @@ def prove(folder: Path, *, digest: str | None = None) -> RunProof:
         chains = [Chain() for _ in stores]
         for store, chain in zip(stores, chains, strict=True):
             for found in (read_chain, check_rollouts, check_groups):
-                proof.mistakes += _readable(store, found(store, chain))
+                proof.mistakes += _readable(store.path.name, found(store, chain))
             proof.num_rollouts += len(chain.rollouts) - len(store.removed)
             proof.num_older += len(chain.older_rollouts)
             proof.num_removed += len(store.removed)
@@ -84,7 +84,8 @@ def prove(folder: Path, *, digest: str | None = None) -> RunProof:
             newest = every[-1].version if every else 0
             groups = [_until(newest, found) for found in groups]
         newest = _newest_stored(folder, groups)
-        proof.mistakes += check_steps(lines, stores, chains, groups, _rules(config), newest)
+        wrong = check_steps(lines, stores, chains, groups, _rules(config), newest)
+        proof.mistakes += _readable("the steps", wrong)
     proof.num_steps = sum(newest is None or line.version <= newest for line in lines)
     if proof.num_steps < len(lines):
         proof.notes.append(
@@ -134,14 +135,14 @@ def _stores(folder: Path) -> list[StoreFiles]:
     return stores
 
 
-def _readable(store: StoreRecord, found: Iterator[str]) -> Iterator[str]:
-    """Yields what is found wrong in a store. It is wrong too if it cannot be read."""
+def _readable(name: str, found: Iterator[str]) -> Iterator[str]:
+    """Yields what is found wrong. It is wrong too if it cannot be read."""
     try:
         yield from found
     except StoreCorrupt as error:
         yield str(error)
     except MALFORMED as error:
-        yield f"{store.path.name}: a column has a value of another kind ({error!r})"
+        yield f"{name}: a column has a value of another kind ({error!r})"
 
 
 def _check_numbers(lines: Sequence[StepLine]) -> Iterator[str]:
