@@ -14,8 +14,9 @@ servers of other people.
 
 All serve the same folder, by default a made model of 3.2 million parameters, to the same client:
 token ids to `/v1/completions` (llama.cpp takes their text), all requests at once, whole answers of
-a fixed length. One server answers while the others wait, in alternating rounds; medians. Nobody
-keeps prefixes: every prompt is new. With the table stand two bounds that no server passes: what
+a fixed length. One server answers while the processes of the others are stopped (vLLM's take a fifth
+of a core while they wait for requests), in alternating rounds; medians. Nobody keeps prefixes: every
+prompt is new. With the table stand two bounds that no server passes: what
 reading the weights once a step takes at the speed of a copy, and what their products take at the
 speed of one large product.
 """
@@ -24,13 +25,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import aiohttp
@@ -41,6 +44,7 @@ from harness.processes import (
     PATIENCE_SECONDS,
     end,
     environment,
+    family,
     family_cpu_seconds,
     free_port,
     side,
@@ -109,6 +113,18 @@ class Server:
     def cpu_seconds(self) -> float:
         """Adds up the process and its children."""
         return family_cpu_seconds(self._child.pid)
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Its processes do nothing within the block."""
+        members = family(self._child.pid)
+        for pid in members:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in members:
+                os.kill(pid, signal.SIGCONT)
 
 
 def midflight(folder: Path, options: argparse.Namespace, stack: ExitStack) -> Server:
@@ -187,7 +203,11 @@ async def print_rates(
         for running in options.running:
             found: dict[str, list[Cost]] = {name: [] for name in servers}
             for name, counts in turns(servers, rounds=options.rounds, warmup=1):
-                cost = await answered(session, servers[name], running=running, options=options)
+                with ExitStack() as stack:
+                    for other in servers.keys() - {name}:
+                        stack.enter_context(servers[other].stopped())
+                    await servers[name].ready(session)
+                    cost = await answered(session, servers[name], running=running, options=options)
                 if counts:
                     found[name].append(cost)
             wall = {name: median_of(costs, lambda c: 1 / c.wall) for name, costs in found.items()}
