@@ -333,6 +333,8 @@ def main() -> None:
         "--set", [], smoke=[*SMALL], metavar="OPTION", help="of the run of part `lost`"
     )
     options = arguments.parse()
+    if options.folder:
+        options.folder.mkdir(parents=True, exist_ok=True)
     make_parts(options, PARTS)
 
 

@@ -270,11 +270,14 @@ def say_products(
         f"{cost.cpu:.3f}; with those inside attention {(linear + inside) / cost.cpu:.0%}"
     )
     report.figure(f"a step, {name}: its matrix products, in percent", 100 * share)
-    digests = median_of(runs, lambda run: statistics.median(run["digests"][counted]))
-    report.say(
-        f"{name}: the digests of the step {1e3 * digests:.2f} ms of CPU, "
-        f"{digests / cost.cpu:.2%} of our step's"
-    )
+    for what, kept in (
+        ("the digests of its rollouts and of the step", "digests"),
+        ("the fingerprint of its weights", "fingerprint"),
+    ):
+        took = median_of(runs, lambda run, kept=kept: statistics.median(run[kept][counted]))
+        report.say(
+            f"{name}: {what} {1e3 * took:.2f} ms of CPU, {took / cost.cpu:.2%} of our step's"
+        )
 
 
 def gradient_difference(ours: Path, theirs: Path) -> float:

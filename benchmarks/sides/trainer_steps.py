@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,21 @@ from harness.rounds import Meter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from midflight.config import load_config
+from midflight.config.sections import Config
 from midflight.models.load import load_model
+from midflight.run.replay.fingerprints import served_fingerprint
 from midflight.trainer.optimizer import named_parameters
 from midflight.trainer.trainer import PolicyTrainer, trainer_of
-from midflight.types import PackedBatch
-from midflight.types.digests import StepChain
+from midflight.types import (
+    GroupKey,
+    PackedBatch,
+    RolloutKey,
+    Row,
+    Segment,
+    Trajectory,
+)
+from midflight.types.digests import NOTHING, StepChain, rollout_digest, turn_digest
+from midflight.types.rollouts import TurnRecord
 
 
 @dataclass(frozen=True)
@@ -145,10 +156,11 @@ def main(folder: Path, out: Path, steps: int, options: list[str]) -> None:
     peak = peak_mib()
     with Products() as products:
         trainer.step(_of_version(batch, trainer.version))
-    digests = partial(StepChain().stepped, 1, batch, weights="", skipped=False, metrics={})
+    fingerprint = partial(served_fingerprint, trainer.model, _config(options, shape["longest"]))
     meter.write(
         out,
-        digests=_cpu_of(digests, times=steps),
+        digests=_cpu_of(partial(_digests, batch), times=steps),
+        fingerprint=_cpu_of(fingerprint, times=steps),
         peak_mib=peak,
         loaded_mib=loaded,
         tokens=tokens,
@@ -182,13 +194,43 @@ def _of_version(batch: PackedBatch, version: int) -> PackedBatch:
     return replace(batch, train_version=version, versions=np.full_like(batch.versions, version))
 
 
-def _trainer(folder: Path, options: list[str], *, longest: int) -> PolicyTrainer:
+def _digests(batch: PackedBatch) -> None:
+    """All digests of the tokens of a step: those of answers and rollouts, which a gateway makes,
+    and those of the batch and the step.
+    """
+    for number, (start, end) in enumerate(pairwise(batch.row_offsets.tolist())):
+        place = slice(start, end)
+        mask = batch.loss_mask[place]
+        first = int(mask.argmax())
+        ids = batch.token_ids[place]
+        logprobs = batch.logprobs[place]
+        made = turn_digest(
+            NOTHING,
+            tail=ids[:first].tobytes(),
+            output=ids[first:].tobytes(),
+            logprobs=logprobs[first:].tobytes(),
+            segments=(Segment(0, 0, 0, len(ids) - first),),
+            conditions=b"",
+        )
+        versions = (batch.versions[place], batch.kv_versions[place])
+        record = TurnRecord(0, first, len(ids), b"", made)
+        row = Row(ids, mask, mask, logprobs, *versions, records=(record,))
+        key = RolloutKey(GroupKey(0, number), 0)
+        rollout_digest(Trajectory(key, "task", "source", 0.5, (row,)), {}, {})
+    StepChain().stepped(1, batch, weights="", skipped=False, metrics={})
+
+
+def _config(options: list[str], longest: int) -> Config:
     defaults = [
         "trainer.learning_rate=1e-5",
         "trainer.warmup_steps=0",
         f"environment.max_tokens={longest}",
     ]
-    config = load_config(None, [*defaults, f"model.max_context={4 * longest}", *options])
+    return load_config(None, [*defaults, f"model.max_context={4 * longest}", *options])
+
+
+def _trainer(folder: Path, options: list[str], *, longest: int) -> PolicyTrainer:
+    config = _config(options, longest)
     return trainer_of(config, load_model(folder, dtype="float32"))
 
 

@@ -108,6 +108,13 @@ def test_a_proof_says_how_many_it_cannot_compute_again_and_accuses_nobody(tmp_pa
     assert proof.holds, proof.mistakes
     assert gone[0] >= 4 and proof.num_rollouts == whole.num_rollouts - gone[0]
     assert f"the tokens of {gone[0]} rollouts were removed" in proof.notes[0]
+    assert "an earlier start removed them, or somebody did" in proof.notes[1]
+
+    def remove_as_told(folder: Path) -> None:
+        (folder / "config.toml").write_text((folder / "config.toml").read_text() + '[run]\nkeep_trajectories = "500GB"\n')
+        remove(folder)
+
+    assert len(proof_after(run, tmp_path / "told", remove_as_told).notes) == 1
 
 
 def test_a_proof_names_a_segment_that_somebody_took_away(tmp_path: Path) -> None:

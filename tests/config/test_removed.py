@@ -140,6 +140,14 @@ def test_who_looks_at_a_past_run_reads_all_the_rest_whatever_was_set(tmp_path: P
         past_config(path)
 
 
+def test_a_past_run_of_another_midflight_is_named_with_the_remedy(tmp_path: Path) -> None:
+    path = stored_in(tmp_path, ("steps = 340", "steps = 340\nnew_option = 3"))
+    with pytest.raises(
+        ConfigError, match=r"unknown key 'run\.new_option' \(value 3\)\. Another version of Midflight made the run; look at"
+    ):
+        past_config(path)
+
+
 def test_an_override_of_a_resumed_run_is_refused_even_with_the_default(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--set rollout\.requeues: rollout\.requeues \(value 1\) is gone"):
         config_of_file(stored_in(tmp_path), ["rollout.requeues=1"], None, stored=True)

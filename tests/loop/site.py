@@ -303,9 +303,13 @@ class Site:
 class DirectClient:
     """As much of `openai.AsyncOpenAI` as `Agents` use, without HTTP."""
 
-    def __init__(self, serving: Serving, session: SessionHandle) -> None:
-        self._gateway, self._api_key = serving.gateway, session.api_key
+    def __init__(self, serving: Serving, session: SessionHandle, *, role: str = "") -> None:
+        self._serving, self._session = serving, session
+        self._gateway, self._api_key = serving.gateway, f"{session.api_key}~{role}" if role else session.api_key
         self.chat = self.completions = self
+
+    def role(self, name: str) -> DirectClient:
+        return DirectClient(self._serving, self._session, role=name)
 
     async def create(self, *, model: str, messages: list[dict[str, str]]) -> object:
         session = self._gateway.session_for(path_token=None, api_key=self._api_key)

@@ -14,6 +14,7 @@ import httpx2
 import openai
 
 from midflight.archive.ledger import ledger_of
+from midflight.archive.prove.proof import prove
 from midflight.archive.store_reader import copy_in_words
 from midflight.trajectories.pairs import newest_copy
 
@@ -65,6 +66,7 @@ def test_i8_a_killed_rank_of_the_trainer_costs_steps_and_no_request_engine_or_ga
     check_store(run)
     found = ledger_of(run)
     assert found.balanced and found.accounts.trained == 2 * NUM_STEPS, found.mistakes
+    assert prove(run).mistakes == [] and prove(run).num_steps == NUM_STEPS
 
 
 def test_i8_a_run_whose_machine_is_lost_with_the_store_goes_on_from_the_last_pair(tmp_path: Path) -> None:
@@ -86,6 +88,10 @@ def test_i8_a_run_whose_machine_is_lost_with_the_store_goes_on_from_the_last_pai
     disk.rename(tmp_path / "lost")
     copy = newest_copy(run)
     assert copy is not None and copy_in_words(run) is not None and ledger_of(run).balanced, "elsewhere the copy is read"
+    elsewhere = prove(run)
+    assert elsewhere.mistakes == [] and copy.version <= elsewhere.num_steps, elsewhere
+    if elsewhere.num_steps < len(steps(run)):
+        assert "steps are newer than the copy of the store" in elsewhere.notes[-1]
     resumed = Command(*words, "--resume", folder=tmp_path)
     try:
         assert resumed.wait(120) == 0, resumed.said
@@ -95,6 +101,7 @@ def test_i8_a_run_whose_machine_is_lost_with_the_store_goes_on_from_the_last_pai
     assert [line["step"] for line in steps(run)] == list(range(1, 17))
     found = ledger_of(run)
     assert found.balanced and found.accounts.trained == 32 and copy_in_words(run) is None, found.mistakes
+    assert prove(run).mistakes == [] and prove(run).num_steps == 16
     assert all(list(folder.glob("store-*.increment")) for folder in (run / "checkpoints").glob("version-*")), (
         "kept as long as its checkpoint"
     )

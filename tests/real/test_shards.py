@@ -14,6 +14,7 @@ import pytest
 from tests.ops.nginx import MISSING, NGINX, one_address
 
 from midflight.archive.ledger import ledger_of
+from midflight.archive.prove.proof import prove
 from midflight.trajectories.pairs import store_path
 
 from .processes import CONFIG, Command, alive, segments, steps
@@ -58,11 +59,15 @@ def test_i8_a_killed_gateway_costs_its_own_agents_a_restart_and_nobody_else_anyt
         assert copies == [f"shards/1/store-{version}.increment", f"store-{version}.increment"], "a checkpoint has a copy of each store"
     found = ledger_of(run)
     assert found.balanced and found.accounts.trained == 2 * NUM_STEPS, found.mistakes
+    assert prove(run).mistakes == [] and prove(run).num_steps == NUM_STEPS
     for shard, folder in enumerate((run, run / "shards" / "1")):
         with closing(sqlite3.connect(store_path(folder, disk))) as file:
             trained = file.execute("SELECT epoch, position FROM groups WHERE state = 'trained'").fetchall()
         assert len(trained) == len(set(trained)) == NUM_STEPS
         assert all((200 * epoch + position) % 2 == shard for epoch, position in trained)
+    if disk is not None:
+        disk.rename(tmp_path / "lost")
+        assert prove(run).mistakes == [], "elsewhere the copies are read"
 
 
 async def killed_beside(command: Command, run: Path, killed: Path, other: Path, url: str) -> None:

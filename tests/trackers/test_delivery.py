@@ -10,7 +10,7 @@ import msgspec
 from tests.trackers.journals import evaluation, resumed, samples, step
 from tests.trackers.own import Forgets, Notes
 
-from midflight.observe.lines import AlarmLine, Line, StepLine
+from midflight.observe.lines import AlarmLine, CheckpointLine, Line, StepLine
 from midflight.trackers.delivery import DeliveryLog, histograms, tell
 from midflight.trackers.tracker import TrackedRun, Tracker
 
@@ -42,6 +42,12 @@ def test_evaluations_and_samples_come_with_their_step(tmp_path: Path) -> None:
 def test_an_alarm_is_a_row_of_a_table_and_told_once(tmp_path: Path) -> None:
     alarm = AlarmLine(version=4, step=4, seconds=9.0, name="off_policy", text="k1 is 0.5")
     assert heard(Notes(), tmp_path, alarm, alarm) == [["table", 4, "alarms", ["alarm", "text"], [["off_policy", "k1 is 0.5"]]]]
+
+
+def test_a_checkpoint_is_its_digest_in_a_table_and_none_without_one(tmp_path: Path) -> None:
+    kept = CheckpointLine(version=4, step=4, seconds=9.0, digest="ab" * 32)
+    bare = CheckpointLine(version=5, step=5, seconds=9.5)
+    assert heard(Notes(), tmp_path, kept, kept, bare) == [["table", 4, "digests", ["version", "digest"], [["4", "ab" * 32]]]]
 
 
 def steps_of(calls: list[list[Any]]) -> list[int | str]:

@@ -21,7 +21,7 @@ from midflight.trajectories.database import (
     look,
 )
 from midflight.trajectories.heldout import HELDOUT
-from midflight.trajectories.pairs import STORE, copy_instead, readable, shard_folders
+from midflight.trajectories.pairs import STORE, Copy, copy_instead, readable, shard_folders
 from midflight.trajectories.segments import SEGMENTS, read, segment_folders
 from midflight.trajectories.store_errors import naming
 from midflight.types import GroupKey, Kind, RolloutKey, Row, Task
@@ -186,15 +186,23 @@ def copy_in_words(folder: Path) -> str | None:
     """Returns a sentence that says that a copy of one of the run's stores is read, and how old it
     is. Returns None if the stores themselves are read.
     """
-    disk = store_folder_of(folder)
-    found = [copy_instead(one, disk) for one in (folder, *shard_folders(folder))]
-    copy = next((copy for copy in found if copy is not None), None)
+    copy = oldest_copy_read(folder)
     if copy is None:
         return None
     return (
         "This run's store is on another machine; this is its copy with the checkpoint of "
         f"version {copy.version}, {duration(copy.age)} old."
     )
+
+
+def oldest_copy_read(folder: Path) -> Copy | None:
+    """The copy that is read in place of one of the run's stores; of several gateways the oldest.
+    None if the stores themselves are read.
+    """
+    disk = store_folder_of(folder)
+    read_instead = (copy_instead(one, disk) for one in (folder, *shard_folders(folder)))
+    found = [copy for copy in read_instead if copy is not None]
+    return min(found, key=lambda copy: copy.version, default=None)
 
 
 def _missing(folder: Path, kind: Kind) -> MidflightError:

@@ -58,6 +58,7 @@ def replay(
     debug: Debug = False,
 ) -> int:
     """Makes a recorded step again and compares it; 1 if it comes to something else."""
+    from midflight.archive.runs import open_run
     from midflight.cli.put_back import put_back_at
     from midflight.run.replay.bundle import opened, write_bundle
 
@@ -70,6 +71,7 @@ def replay(
         with opened(run) as (folder, packed):
             return _replay(folder, packed if step is None else step, explain, device)
     put_back_at(run)
+    open_run(run)
     if decisions:
         return _decide_again(run)
     if rollout is not None:

@@ -113,7 +113,7 @@ def ledger(
         bool,
         typer.Option(
             "--weights",
-            help="Compute log-probabilities again, with the versions whose checkpoints are kept.",
+            help="Compare kept weights with the digests, and compute log-probabilities again.",
         ),
     ] = False,
     witness: Annotated[
@@ -175,20 +175,26 @@ def _prove_weights(run: Path) -> int:
     from midflight.run.replay.weights import prove_weights
 
     proof = prove_weights(run)
+    for mistake in proof.wrong:
+        typer.echo(f"wrong: {mistake}")
+    if proof.num_compared:
+        typer.echo(
+            f"proven: {proof.num_compared} kept sets of weights are those that the steps made"
+        )
     if proof.worst is None:
         kept = ", ".join(map(str, proof.kept)) or "none"
         typer.echo(
             f"note: no answer is of versions whose weights are kept ({kept}); raise "
             "trainer.keep_checkpoints and lower trainer.checkpoint_every for the next run."
         )
-        return 0
+        return 0 if proof.holds else 1
     if proof.num_mixed:
         typer.echo(
             f"note: {proof.num_mixed} answers began with keys of several older versions, and are "
             "not judged."
         )
     worst = proof.worst
-    said = "proven" if proof.holds else "wrong"
+    said = "proven" if worst.nats <= proof.bound else "wrong"
     typer.echo(
         f"{said}: {proof.num_tokens:,} tokens of {proof.num_answers} answers, computed again by "
         f"transformers, differ by {worst.nats:.1e} nats at most (bound {proof.bound:g}): token "

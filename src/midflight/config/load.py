@@ -239,6 +239,15 @@ class _Origin:
             return f"--set {key_of(path)}: "
         return f"{self.file}: " if self.file else ""
 
+    @property
+    def remedy_of_unknown(self) -> str:
+        """What to do about an option that no option of ours is. Empty if a user may have mistyped
+        it.
+        """
+        if not self._is_past:
+            return ""
+        return " Another version of Midflight made the run; look at it with that one."
+
     def is_overridden(self, path: KeyPath) -> bool:
         """True if an override has set the key, or a part of it."""
         for given in self._overridden:
@@ -337,10 +346,8 @@ def _unknown(node: Table, path: KeyPath, origin: _Origin) -> Iterator[str]:
                 "remove it"
             )
         elif option is None:
-            yield (
-                f"{origin.of(here)}unknown key {key_of(here)!r} (value "
-                f"{value!r}).{_suggestion(here)}"
-            )
+            remedy = origin.remedy_of_unknown or _suggestion(here)
+            yield f"{origin.of(here)}unknown key {key_of(here)!r} (value {value!r}).{remedy}"
         elif option.is_list:
             yield from _unknown_members(value, here, origin)
         elif _has_nul(value):

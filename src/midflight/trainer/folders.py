@@ -203,19 +203,26 @@ def verified(folder: Path) -> CheckpointState:
             raise corrupt(path, "is missing")
         if written != _hash(path):
             raise corrupt(path, "does not match the hash in manifest.json")
-    found = _decode(folder / "state.json", _Format).format
-    if found != FORMAT:
-        raise ConfigError(
-            f"checkpoint {folder} has format {found}, this version of midflight reads {FORMAT}. "
-            "Go on with the version that wrote it, or start anew with --overwrite."
-        )
-    state = _decode(folder / "state.json", CheckpointState)
+    state = state_of(folder)
     there = {"state.json", *manifest.files}
     there.update(path.name for path in folder.glob("*.safetensors"))
     for name in sorted(there ^ _files(state)):
         what = "is not of this checkpoint" if name in there else "is not in manifest.json"
         raise corrupt(folder / name, what)
     return state
+
+
+def state_of(folder: Path) -> CheckpointState:
+    """What a checkpoint says of itself. Raises `CheckpointCorrupt` if that cannot be read, and
+    `ConfigError` if it is of another format.
+    """
+    found = _decode(folder / "state.json", _Format).format
+    if found != FORMAT:
+        raise ConfigError(
+            f"checkpoint {folder} has format {found}, this version of midflight reads {FORMAT}. "
+            "Go on with the version that wrote it, or start anew with --overwrite."
+        )
+    return _decode(folder / "state.json", CheckpointState)
 
 
 def corrupt(path: Path, what: str) -> CheckpointCorrupt:

@@ -133,7 +133,7 @@ def _by_role(
     if not names:
         yield members
         return
-    for name in ("", *names):
+    for name in dict.fromkeys(("", *names)):  # the session's own role may be among the names
         taking_part: list[BatchMember] = []
         for member, own in zip(members, roles, strict=True):
             if name in own or (not own and not name):

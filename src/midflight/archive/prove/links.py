@@ -6,11 +6,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from midflight.archive.prove import formulas
-from midflight.archive.prove.record import Key, Link, StoredGroup, StoredRollout, StoreRecord
+from midflight.archive.prove.record import (
+    MALFORMED,
+    Key,
+    Link,
+    StoredGroup,
+    StoredRollout,
+    StoreRecord,
+)
+from midflight.errors import StoreCorrupt
 from midflight.types import Reason
 
 WAITING = "waiting"
 OPEN = ("running", "in_line")
+ENDED = ("waiting", "leased", "trained", "dropped")
+"""The states of groups that are in the chain."""
+ROLLOUT = "rollout"
 OLDER = "older"
 STEP_EVENTS = ("leased", "taken_back", "went_back")
 
@@ -23,7 +34,8 @@ class Chain:
     """The head after each link."""
     rollouts: dict[tuple[Key, int], Link] = field(default_factory=dict[tuple[Key, int], Link])
     """The last link of each rollout."""
-    groups: dict[Key, Link] = field(default_factory=dict[Key, Link])
+    groups: dict[Key, list[Link]] = field(default_factory=dict[Key, list[Link]])
+    """The links of each group: when it was kept for a step, and when it was dropped."""
     older_rollouts: set[tuple[Key, int]] = field(default_factory=set[tuple[Key, int]])
     older_groups: set[Key] = field(default_factory=set[Key])
     """Those that had ended before the run kept digests."""
@@ -43,19 +55,49 @@ def read_chain(store: StoreRecord, chain: Chain) -> Iterator[str]:
                 "out of the books"
             )
             return
-        head = formulas.link(head, link.digest)
-        if head != link.head:
+        head = _head_after(head, link)
+        if head != link.head or not _is_of_its_event(store, link):
             yield f"link {place} of the chain of {store.path.name} was changed ({_what(link)})"
-            head = link.head
-        chain.heads.append(link.head)
+            head = _bytes_of(link.head)
+        chain.heads.append(head)
         if link.event == OLDER:
             yield from _read_older(store, chain, link)
         elif link.event in STEP_EVENTS:
             chain.steps.append(link)
         elif link.sample is None:
-            chain.groups[link.key] = link
+            chain.groups.setdefault(link.key, []).append(link)
         else:
             chain.rollouts[link.key, link.sample] = link
+
+
+def _bytes_of(value: object) -> bytes:
+    """The head that a link has; that of no chain if somebody wrote something else there."""
+    return value if isinstance(value, bytes) else formulas.START
+
+
+def _head_after(head: bytes, link: Link) -> bytes:
+    """The head after a link; that before it if what the link says is no digest at all."""
+    try:
+        return formulas.link(head, link.digest)
+    except MALFORMED:
+        return head
+
+
+def _is_of_its_event(store: StoreRecord, link: Link) -> bool:
+    """False if a link does not have the columns of its event. Those of a group are compared with
+    its task later.
+    """
+    if link.event == OLDER:
+        return True
+    if link.event not in STEP_EVENTS:
+        return (link.event == ROLLOUT) == (link.sample is not None)
+    first, second, unused = link.key
+    try:
+        groups = [tuple(key) for key in store.decoded("its groups", link.detail or b"")]
+        digest = formulas.step_event(link.event, first, second, groups)
+    except (StoreCorrupt, *MALFORMED):
+        return False
+    return digest == link.digest and unused == 0 and link.sample is None
 
 
 def _read_older(store: StoreRecord, chain: Chain, link: Link) -> Iterator[str]:
@@ -78,12 +120,22 @@ def _what(link: Link) -> str:
 def check_groups(store: StoreRecord, chain: Chain) -> Iterator[str]:
     """Yields a sentence for each group that is not as the chain says."""
     for group in store.groups.values():
-        link = chain.groups.get(group.key)
+        links = chain.groups.get(group.key, [])
+        link = links[-1] if links else None
         if link is None and group.key in chain.older_groups:
+            continue
+        if group.state not in (*OPEN, *ENDED):
+            yield f"group {group.name} has the state {group.state!r}, which no group has"
+            continue
+        if group.state != "dropped" and group.reason is not None:
+            yield f"group {group.name} is {group.state}, and has a reason ({group.reason})"
             continue
         if group.state in OPEN:
             if link is not None:
                 yield f"group {group.name} has ended by the chain, and is open in the store"
+            continue
+        if group.made is None and group.version is not None:
+            yield f"group {group.name} is {group.state}, and has a step ({group.version})"
             continue
         if link is None:
             yield f"group {group.name} has ended and is in no link of the chain: it was added"
@@ -91,9 +143,30 @@ def check_groups(store: StoreRecord, chain: Chain) -> Iterator[str]:
         end = group.reason if group.state == "dropped" else WAITING
         if formulas.group(group.key, group.task, end or "") != link.digest:
             yield _wrong_group(group, link)
+            continue
+        for one in links:
+            if formulas.group(group.key, group.task, one.event) != one.digest:
+                yield (
+                    f"link {one.number} of the chain of {store.path.name} says {one.event!r} of "
+                    f"group {group.name}, and its digest is of something else"
+                )
+    yield from _check_forks(store, chain)
     yield from _check_leases(store, chain)
     for key in chain.groups.keys() - store.groups.keys():
         yield f"group {'-'.join(map(str, key))} is lost: the chain has it, the store has not"
+
+
+def _check_forks(store: StoreRecord, chain: Chain) -> Iterator[str]:
+    """Yields a sentence if the trainer went on under other numbers than the store says. The chain
+    does not have those from before it began.
+    """
+    told = [link.key[:2] for link in chain.steps if link.event == "went_back"]
+    expected = [(checkpoint, version) for checkpoint, version in told if checkpoint != version]
+    found = list(store.forks)
+    if chain.older_rollouts or chain.older_groups:
+        found = found[max(0, len(found) - len(expected)) :]
+    if found != expected:
+        yield f"the trainer went back to {expected} by the chain, and to {found} by the store"
 
 
 def _check_leases(store: StoreRecord, chain: Chain) -> Iterator[str]:
@@ -109,6 +182,10 @@ def _check_leases(store: StoreRecord, chain: Chain) -> Iterator[str]:
             standing.pop(version + 1, None)
         else:
             standing = {made: lease for made, lease in standing.items() if made <= number}
+    given = {link.key[:2] for link in chain.steps if link.event == "leased"}
+    for lease in store.leases:
+        if lease not in given and not chain.older_groups:
+            yield f"lease {lease[0]} at version {lease[1]} is in no link of the chain"
     by_version: dict[int, list[Key]] = {}
     for group in store.groups.values():
         if group.made is not None:
@@ -152,12 +229,22 @@ def check_rollouts(store: StoreRecord, chain: Chain) -> Iterator[str]:
         if rollout.unread:
             yield f"rollout {rollout.name}: {rollout.unread}"
         elif not rollout.removed:
-            yield from _check_rollout(store, rollout, group, link)
+            yield from _readable(rollout, _check_rollout(store, rollout, group, link))
     for key, sample in sorted(left):
         name = "-".join(map(str, (*key, sample)))
         yield f"rollout {name} is lost: the chain has it, the store has not"
     for name in store.orphaned_fates():
         yield f"rollout {name} has tokens in the accounts, and is not in the store"
+
+
+def _readable(rollout: StoredRollout, found: Iterator[str]) -> Iterator[str]:
+    """Yields what is found wrong in a rollout. It is wrong too if a column has no such value."""
+    try:
+        yield from found
+    except StoreCorrupt as error:
+        yield f"rollout {rollout.name}: {error}"
+    except MALFORMED as error:
+        yield f"rollout {rollout.name}: a column has a value of another kind ({error!r})"
 
 
 def _check_rollout(

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,10 +14,11 @@ from midflight.archive.holder import holder_of
 from midflight.archive.prove import formulas
 from midflight.archive.prove.batches import BatchMember, Rules, batch_digest, groups_of
 from midflight.archive.prove.links import Chain, check_groups, check_rollouts, read_chain
-from midflight.archive.prove.record import Key, StoreRecord, opened
-from midflight.archive.store_reader import StoreFiles, stores_of
-from midflight.errors import NoRun
-from midflight.observe.history import read_journal
+from midflight.archive.prove.record import MALFORMED, Key, StoreRecord, opened
+from midflight.archive.runs import open_run
+from midflight.archive.store_reader import StoreFiles, oldest_copy_read, stores_of
+from midflight.errors import NoRun, StoreCorrupt
+from midflight.observe.history import JournalHistory, read_journal
 from midflight.observe.lines import StepLine
 
 POLICIES = ("wait", "drop", "mask")
@@ -54,9 +56,11 @@ def prove(folder: Path, *, digest: str | None = None) -> RunProof:
     nothing to prove.
     """
     wanted = _hexadecimal(digest)
-    rules = _rules(folder)
+    open_run(folder)
+    config = _config(folder)
     proof = RunProof()
-    every = read_journal(folder / "metrics.jsonl").steps
+    history = read_journal(folder / "metrics.jsonl")
+    every = history.steps
     lines = [line for line in every if line.digests]
     with ExitStack() as open_stores:
         stores = [open_stores.enter_context(opened(*files)) for files in _stores(folder)]
@@ -67,25 +71,29 @@ def prove(folder: Path, *, digest: str | None = None) -> RunProof:
             )
         chains = [Chain() for _ in stores]
         for store, chain in zip(stores, chains, strict=True):
-            proof.mistakes += read_chain(store, chain)
-            proof.mistakes += check_rollouts(store, chain)
-            proof.mistakes += check_groups(store, chain)
+            for found in (read_chain, check_rollouts, check_groups):
+                proof.mistakes += _readable(store.path.name, found(store, chain))
             proof.num_rollouts += len(chain.rollouts) - len(store.removed)
             proof.num_older += len(chain.older_rollouts)
             proof.num_removed += len(store.removed)
         groups = [_by_version(store) for store in stores]
-        for line in every:
-            if not line.digests:
-                for found in groups:
-                    found.pop(line.version, None)
+        proof.mistakes += _check_numbers(every)
+        proof.mistakes += _without_digests(folder, every, chains, groups)
         holder = holder_of(folder)
         if holder is not None and holder.lives:  # a step may have ended since the journal was read
             newest = every[-1].version if every else 0
             groups = [_until(newest, found) for found in groups]
-        proof.mistakes += check_steps(lines, stores, chains, groups, rules)
-    proof.num_steps = len(lines)
+        newest = _newest_stored(folder, groups)
+        wrong = check_steps(lines, stores, chains, groups, _rules(config), newest)
+        proof.mistakes += _readable("the steps", wrong)
+    proof.num_steps = sum(newest is None or line.version <= newest for line in lines)
+    if proof.num_steps < len(lines):
+        proof.notes.append(
+            f"{len(lines) - proof.num_steps:,} steps are newer than the copy of the store that is "
+            "here: what they were made of is not proven."
+        )
     proof.digest = lines[-1].digests.chain if lines and lines[-1].digests else ""
-    proof.mistakes += check_ends(folder, lines, wanted)
+    proof.mistakes += check_ends(folder, history, lines, wanted)
     if proof.num_older:
         proof.notes.append(
             f"{proof.num_older:,} rollouts ended before this run kept digests, and are not proven."
@@ -95,6 +103,11 @@ def prove(folder: Path, *, digest: str | None = None) -> RunProof:
             f"the tokens of {proof.num_removed:,} rollouts were removed (run.keep_trajectories); "
             "their digests are in the chain, and are not computed again."
         )
+        if not _may_remove(config):
+            proof.notes.append(
+                'Its configuration has run.keep_trajectories = "all" now: an earlier start removed '
+                "them, or somebody did."
+            )
     if not lines:
         proof.notes.append(
             "No step has digests: none was made yet, or a trainer that makes none trained the run."
@@ -122,16 +135,66 @@ def _stores(folder: Path) -> list[StoreFiles]:
     return stores
 
 
+def _readable(name: str, found: Iterator[str]) -> Iterator[str]:
+    """Yields what is found wrong. It is wrong too if it cannot be read."""
+    try:
+        yield from found
+    except StoreCorrupt as error:
+        yield str(error)
+    except MALFORMED as error:
+        yield f"{name}: a column has a value of another kind ({error!r})"
+
+
+def _check_numbers(lines: Sequence[StepLine]) -> Iterator[str]:
+    """Yields a sentence for each step that does not have the number after that of the one before."""
+    for before, line in pairwise(lines):
+        if line.step != before.step + 1:
+            yield f"step {line.step} follows step {before.step} in the journal"
+
+
+def _without_digests(
+    folder: Path,
+    lines: Sequence[StepLine],
+    chains: Sequence[Chain],
+    groups: Sequence[dict[int, list[Key]]],
+) -> Iterator[str]:
+    """Takes the groups of steps that have no digests out of `groups`, and yields a sentence for each
+    such step that must have some. Steps of an older Midflight have none, and of a trainer that is
+    not ours, which has no checkpoints either.
+    """
+    older = {key for chain in chains for key in chain.older_groups}
+    makes_digests = any(folder.glob("checkpoints/version-*"))
+    has_begun = False
+    for line in lines:
+        if line.digests:
+            has_begun = True
+            continue
+        keys = [key for found in groups for key in found.pop(line.version, [])]
+        if has_begun or (makes_digests and not older.issuperset(keys)):
+            yield f"step {line.step} (version {line.version}) has no digests: they were taken out"
+
+
+def _newest_stored(folder: Path, groups: Sequence[Mapping[int, list[Key]]]) -> int | None:
+    """The version of the newest step that the stores have, if copies are read, which are older than
+    the journal. None if the stores themselves are read.
+    """
+    copy = oldest_copy_read(folder)
+    if copy is None:
+        return None
+    return min(max((copy.version, *found)) for found in groups)
+
+
 def check_steps(
     lines: Sequence[StepLine],
     stores: Sequence[StoreRecord],
     chains: Sequence[Chain],
     groups: Sequence[dict[int, list[Key]]],
     rules: Rules,
+    newest: int | None = None,
 ) -> Iterator[str]:
     """Yields a sentence for each step that does not continue the one before, or was not made of
     the groups that the store gives it. `groups` are those of each store by the version that they
-    made.
+    made. The stores have no steps after that of the version `newest`.
     """
     head = formulas.START
     weights = ""
@@ -149,8 +212,10 @@ def check_steps(
         if weights and line.digests.weights_before not in ("", weights):
             yield f"step {line.step} began with other weights than the step before it made"
         weights = line.digests.weights_after
-        yield from _wrong_seals(line, chains)
-        if not line.digests.skipped:
+        is_stored = newest is None or line.version <= newest
+        if is_stored:
+            yield from _wrong_seals(line, chains)
+        if is_stored and not line.digests.skipped:
             yield from _wrong_batch(line, stores, groups, rules)
         for found in groups:
             found.pop(line.version, None)
@@ -203,7 +268,7 @@ def _wrong_batch(
             return
     try:
         taken = _taken(line, stores, keys, rules)
-    except ValueError as error:
+    except MALFORMED as error:
         yield f"step {line.step}: the rows of its groups cannot be read ({error})"
         return
     if taken is not None:
@@ -276,14 +341,32 @@ def _until(newest: int, found: dict[int, list[Key]]) -> dict[int, list[Key]]:
     return {version: keys for version, keys in found.items() if version <= newest}
 
 
-def _rules(folder: Path) -> Rules:
+def _config(folder: Path) -> Mapping[str, Any]:
+    """The configuration of the run as it was written."""
+    path = folder / "config.toml"
+    try:
+        return tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise NoRun(
+            f"{path} cannot be read ({error}); a run writes it at its start: restore it from a copy."
+        ) from error
+
+
+def _rules(config: Mapping[str, Any]) -> Rules:
     """The bound on age of the run's configuration."""
-    found = tomllib.loads((folder / "config.toml").read_text())
-    rollout = cast("dict[str, Any]", found.get("rollout") or {})
+    rollout = cast("Mapping[str, Any]", config.get("rollout") or {})
     return Rules(rollout.get("max_staleness", 4), rollout.get("stale_policy", "wait"))
 
 
-def check_ends(folder: Path, lines: Sequence[StepLine], digest: str) -> Iterator[str]:
+def _may_remove(config: Mapping[str, Any]) -> bool:
+    """True if the run removes tokens that it does not need any more."""
+    run = cast("Mapping[str, Any]", config.get("run") or {})
+    return run.get("keep_trajectories", "all") != "all"
+
+
+def check_ends(
+    folder: Path, history: JournalHistory, lines: Sequence[StepLine], digest: str
+) -> Iterator[str]:
     """Yields a sentence for each place that keeps another digest than the journal's last one."""
     chains = {line.digests.chain: line for line in lines if line.digests is not None}
     last = lines[-1].digests.chain if lines and lines[-1].digests else ""
@@ -292,6 +375,12 @@ def check_ends(folder: Path, lines: Sequence[StepLine], digest: str) -> Iterator
             yield f"{name} has the digest {kept[:16]}..., which is of no step of the journal"
         elif name == "summary.json" and kept != last:
             yield f"{name} has the digest of step {chains[kept].step}, which is not the last one"
+    for line in history.checkpoints:
+        if line.digest and line.digest not in chains:
+            yield (
+                f"the journal's line of the checkpoint of version {line.version} has the digest "
+                f"{line.digest[:16]}..., which is of no step of the journal"
+            )
     if digest and not any(chain.startswith(digest) for chain in chains):
         yield (
             f"the digest that was given ({digest[:16]}...) is of no step of this run: it is "

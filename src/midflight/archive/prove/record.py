@@ -1,6 +1,7 @@
 """A store's file as plain values, for the proof: no type of the program that wrote it."""
 
 import sqlite3
+import struct
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,18 @@ from midflight.trajectories.store_errors import naming
 Key: TypeAlias = tuple[int, int, int]
 """Epoch, position and attempt of a group."""
 
+MALFORMED = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
+"""The errors of a computation with values that no store has."""
+
+NOTHING_SCORED: tuple[Any, ...] = ({}, {}, (), {})
+"""Components, metrics, rewards of answers and fields of a rollout that has none."""
 _COLUMNS = (
     "token_ids",
     "generated",
@@ -85,6 +98,8 @@ class StoredGroup:
     reason: str | None
     made: int | None
     """The version that the step on it made, if there was one."""
+    version: int | None
+    """The same as the column has it: None as long as no checkpoint has the step."""
 
     @property
     def name(self) -> str:
@@ -122,6 +137,10 @@ class StoreRecord:
         """The checkpoint and the version of each place where a trainer went on under another
         number.
         """
+        self.leases: Sequence[tuple[int, int]] = connection.execute(
+            "SELECT lease, train_version FROM leases ORDER BY lease"
+        ).fetchall()
+        """Number and version of each lease that is in no checkpoint yet."""
         self.removed: set[tuple[Key, int]] = set()
         """The rollouts whose rows the run has removed, among those that were read."""
         self.removed_groups: set[Key] = set()
@@ -147,20 +166,24 @@ class StoreRecord:
             group or (),
         ):
             found: dict[str, Any] = dict(zip(columns.split(", "), values, strict=True))
-            name = "-".join(map(str, (epoch, position, attempt, sample)))
-            found["scored"] = self.decoded(f"the parts of the reward of {name}", found["scored"])
             key = (epoch, position, attempt)
+            scored = found["scored"]
+            found["scored"] = NOTHING_SCORED
             try:
+                found["scored"] = self.decoded("the parts of its reward", scored)
                 blob = read((self._segments,), found.pop("rows"))
+                rows = tuple(_row(row) for row in self.decoded("its rows", blob))
             except TokensRemoved:
                 self.removed.add((key, sample))
                 self.removed_groups.add(key)
                 yield StoredRollout(key, sample, found, (), removed=True)
             except StoreCorrupt as error:
                 yield StoredRollout(key, sample, found, (), unread=str(error))
+            except MALFORMED as error:
+                said = f"its rows are none ({error!r})"
+                yield StoredRollout(key, sample, found, (), unread=said)
             else:
-                rows = self.decoded(f"the rows of {name}", blob)
-                yield StoredRollout(key, sample, found, tuple(_row(row) for row in rows))
+                yield StoredRollout(key, sample, found, rows)
 
     def fates(self, rollout: StoredRollout) -> dict[tuple[str, str], int]:
         """The tokens of a rollout by fate and reason."""
@@ -202,6 +225,7 @@ class StoreRecord:
                 "trained" if is_trained else state,
                 reason,
                 made if is_trained else None,
+                version,
             )
 
 

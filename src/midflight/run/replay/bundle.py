@@ -15,7 +15,7 @@ from midflight.config.load import past_config
 from midflight.config.sections import Config
 from midflight.errors import ConfigError, NoRun
 from midflight.observe.lines import StepLine, encode_line
-from midflight.run.replay.recorded_steps import RecordedBatches, StoredBatches, lines_of
+from midflight.run.replay.recorded_steps import RecordedBatches, StoredBatches, line_of, lines_of
 from midflight.run.replay.step import checkpoint_before
 from midflight.trainer.folders import verified
 from midflight.trajectories.packing import from_bytes, to_bytes
@@ -41,11 +41,13 @@ class Contents(msgspec.Struct, frozen=True):
 
 def write_bundle(folder: Path, step: int, file: Path, *, with_weights: bool) -> int:
     """Packs a step of a run. Returns the size of the file in bytes. Without weights the file names
-    the place of the run's checkpoint and first model. Refuses a file that is there.
+    the place of the run's checkpoint and first model. Refuses a file that is there. Raises `NoRun`
+    if something of the step is gone.
     """
     if file.exists():
         raise ConfigError(f"{file} is there already; name another file, or remove it.")
     config = past_config(folder / CONFIG)
+    line_of(folder, step)
     checkpoint, state = checkpoint_before(folder, step)
     verified(checkpoint)
     lines = lines_of(folder)
@@ -75,7 +77,7 @@ def write_bundle(folder: Path, step: int, file: Path, *, with_weights: bool) -> 
 def _without_secrets(config: Config) -> Config:
     """The configuration without the variables of servers of tools, which often are keys."""
     environment = config.environment
-    servers = [server.model_copy(update={"env": {}}) for server in environment.mcp]
+    servers = tuple(server.model_copy(update={"env": {}}) for server in environment.mcp)
     return config.model_copy(
         update={"environment": environment.model_copy(update={"mcp": servers})}
     )

@@ -9,21 +9,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from midflight.config.derived import served_dtype
 from midflight.config.load import past_config
 from midflight.config.sections import Config
 from midflight.errors import ConfigError, NoRun
 from midflight.models.load import load_model
-from midflight.models.names import in_dtype, named_tensors, torch_dtype
-from midflight.models.sizes import fingerprint_views
 from midflight.observe.lines import StepLine
+from midflight.run.replay.fingerprints import served_fingerprint
 from midflight.run.replay.recorded_steps import RecordedBatches, line_of, lines_of
 from midflight.trainer.checkpoint import load_checkpoint
-from midflight.trainer.folders import CheckpointState, checkpoints
+from midflight.trainer.folders import CheckpointState, checkpoints, state_of
 from midflight.trainer.model.determinism import compute_in_one_order
 from midflight.trainer.model.probe import proven_layout
 from midflight.trainer.report import StepReport
@@ -31,8 +28,6 @@ from midflight.trainer.trainer import PolicyTrainer, trainer_of
 from midflight.trainer.watch import StepWatch
 from midflight.types import PackedBatch
 from midflight.types.digests import batch_digest
-from midflight.weights.manifest import layout
-from midflight.weights.transports.publisher import named_shapes
 
 TOLERANCE = 1e-4
 """The relative difference of loss and gradient that rounding in another order may make."""
@@ -116,7 +111,7 @@ def checkpoint_before(folder: Path, step: int) -> tuple[Path, CheckpointState]:
     """
     found: list[tuple[Path, CheckpointState]] = []
     for path in checkpoints(folder / "checkpoints"):
-        state = msgspec.json.decode((path / "state.json").read_bytes(), type=CheckpointState)
+        state = state_of(path)
         if state.num_steps < step:
             found.append((path, state))
     if not found:
@@ -169,7 +164,7 @@ def _compared(
     found.append(
         _equal("digest of the batch", digests and digests.batch, batch_digest(batch).hex())
     )
-    weights = weights_fingerprint(trainer, config)
+    weights = served_fingerprint(trainer.model, config)
     kept = digests.weights_after if digests is not None else None
     same = _equal("weights after it", kept or None, weights)
     if same.verdict == "differs" and all(one.verdict != "differs" for one in found):
@@ -201,13 +196,3 @@ def _equal(what: str, recorded: str | None, replayed: str) -> Comparison:
         return Comparison(what, "none", replayed[:16], "not recorded")
     verdict = "equal" if recorded == replayed else "differs"
     return Comparison(what, recorded[:16], replayed[:16], verdict)
-
-
-def weights_fingerprint(trainer: PolicyTrainer, config: Config) -> str:
-    """The fingerprint of the trainer's weights as they would be served."""
-    tensors = in_dtype(named_tensors(trainer.model), torch_dtype(served_dtype(config)))
-    views: dict[str, memoryview] = {}
-    for name, tensor in tensors.items():
-        flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-        views[name] = flat.numpy().data
-    return fingerprint_views(layout(named_shapes(tensors)), views)

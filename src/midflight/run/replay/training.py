@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from midflight.archive.runs import open_run
 from midflight.config.dump import as_toml
 from midflight.config.load import past_config
 from midflight.config.sections import Config
@@ -34,6 +35,7 @@ def train_on_rollouts(
     new model. The trainer begins with `model.path`, or with the model that the source began with.
     """
     disable_progress_bar()
+    open_run(source)
     recorded = past_config(source / "config.toml")
     lines = [line for line in lines_of(source).values() if line.tokens]
     if not lines:

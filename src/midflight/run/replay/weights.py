@@ -29,12 +29,13 @@ from midflight.archive.store_reader import reading
 from midflight.config.derived import served_dtype
 from midflight.config.load import past_config
 from midflight.config.sections import Config
-from midflight.errors import NoRun, StoreCorrupt
+from midflight.errors import CheckpointCorrupt, NoRun, StoreCorrupt
 from midflight.models.caches import cache_name
 from midflight.models.load import load_model
 from midflight.models.names import assign, named_tensors
+from midflight.run.replay.fingerprints import recorded_fingerprints, served_fingerprint
 from midflight.trainer.checkpoint import WEIGHTS
-from midflight.trainer.folders import Shards, checkpoints, version_of
+from midflight.trainer.folders import Shards, checkpoints, verified, version_of
 from midflight.types import Finish, Row, SamplingParams, Version
 from midflight.types.rollouts import TurnRecord
 from midflight.types.sampling_masks import unpack_kept
@@ -96,6 +97,10 @@ class WeightsProof:
     bound: float
     kept: tuple[Version, ...]
     """The versions whose weights the run has kept."""
+    wrong: tuple[str, ...] = ()
+    """A sentence for each kept version whose weights are not those of the steps' digests."""
+    num_compared: int = 0
+    """Kept versions, and the exported model, whose weights are those of the steps' digests."""
     num_mixed: int = 0
     """Answers that are not judged: parts of their prompt have keys of older versions
     (`engine.prefix_age`), and their labels do not say which.
@@ -103,16 +108,20 @@ class WeightsProof:
 
     @property
     def holds(self) -> bool:
-        return self.worst is None or self.worst.nats <= self.bound
+        is_near = self.worst is None or self.worst.nats <= self.bound
+        return is_near and not self.wrong
 
 
-def prove_weights(folder: Path, *, number: int = 32, seed: int = 0) -> WeightsProof:
-    """Computes the tokens of so many answers again, chosen by chance among those whose versions
-    are all kept.
+def prove_weights(folder: Path, *, number: int = 32, seed: int | None = None) -> WeightsProof:
+    """Compares the weights that the run has kept with the digests of its steps. Computes the tokens
+    of so many answers again, chosen among those whose versions are all kept. Without a seed nobody
+    can know beforehand which.
     """
     disable_progress_bar()
     config = past_config(folder / "config.toml")
     models = KeptVersions(folder, config)
+    compared = list(_compared_weights(folder, config, models))
+    wrong = tuple(one for one in compared if one)
     judged = [answer for answer in _answers(folder) if answer.versions <= models.versions]
     chosen = random.Random(seed).sample(judged, min(number, len(judged)))
     worst: Difference | None = None
@@ -139,8 +148,32 @@ def prove_weights(folder: Path, *, number: int = 32, seed: int = 0) -> WeightsPr
         worst,
         bound,
         tuple(sorted(models.versions)),
+        wrong,
+        len(compared) - len(wrong),
         num_mixed,
     )
+
+
+def _compared_weights(folder: Path, config: Config, models: KeptVersions) -> Iterator[str]:
+    """Yields a sentence for each checkpoint, and the exported model, that does not have the weights
+    of its step, and an empty text for each that has them.
+    """
+    recorded = recorded_fingerprints(folder)
+    for version in sorted(models.versions & recorded.keys()):
+        try:
+            verified(models.folder_of(version))
+        except CheckpointCorrupt as error:
+            yield str(error)
+            continue
+        if served_fingerprint(models.load(version), config) == recorded[version]:
+            yield ""
+        else:
+            yield f"the checkpoint of version {version} has other weights than its step made"
+    if config.lora.rank is None and recorded and (folder / "model").is_dir():
+        newest = max(recorded)
+        model = load_model(folder / "model", dtype=config.model.dtype, device="cpu")
+        same = served_fingerprint(model, config) == recorded[newest]
+        yield "" if same else f"{folder / 'model'} has other weights than the last step made"
 
 
 class KeptVersions:
@@ -156,16 +189,23 @@ class KeptVersions:
     def versions(self) -> set[Version]:
         return set(self._folders)
 
+    def folder_of(self, version: Version) -> Path:
+        return self._folders[version]
+
     def __call__(self, version: Version) -> PreTrainedModel:
         if version not in self._made:
-            model = load_model(self._start, dtype=self._dtype, device="cpu")
-            room = {name: torch.empty_like(t) for name, t in named_tensors(model).items()}
-            Shards(self._folders[version]).read(
-                {WEIGHTS + name: tensor for name, tensor in room.items()}
-            )
-            assign(model, room)
-            self._made[version] = model.eval()
+            self._made[version] = self.load(version)
         return self._made[version]
+
+    def load(self, version: Version) -> PreTrainedModel:
+        """The model, which is not kept here."""
+        model = load_model(self._start, dtype=self._dtype, device="cpu")
+        room = {name: torch.empty_like(t) for name, t in named_tensors(model).items()}
+        Shards(self._folders[version]).read(
+            {WEIGHTS + name: tensor for name, tensor in room.items()}
+        )
+        assign(model, room)
+        return model.eval()
 
 
 def _answers(folder: Path) -> Iterator[RecordedAnswer]:

@@ -38,10 +38,10 @@ class Witness:
 
 
 def witnesses(
-    folder: Path, number: int, *, seed: int = 0
+    folder: Path, number: int, *, seed: int | None = None
 ) -> tuple[ReplayedStep, tuple[Witness, ...]]:
     """Makes the newest step again that can be made, and returns it with the witnesses of so many of
-    its rollouts, chosen by chance.
+    its rollouts, chosen by chance. Without a seed nobody can know beforehand which.
     """
     config = past_config(folder / "config.toml")
     if config.trainer.epochs_per_step > 1 or not objective_of(config).needs_advantage:
@@ -51,7 +51,7 @@ def witnesses(
             "judge its steps."
         )
     replayed = replay_step(folder, _newest(folder), batches_of)
-    found = list(_all(replayed))
+    found = list(witnesses_of(replayed))
     chosen = random.Random(seed).sample(found, min(number, len(found)))
     return replayed, tuple(sorted(chosen, key=lambda one: one.number))
 
@@ -69,7 +69,8 @@ def _newest(folder: Path) -> int:
     )
 
 
-def _all(replayed: ReplayedStep) -> Iterator[Witness]:
+def witnesses_of(replayed: ReplayedStep) -> Iterator[Witness]:
+    """The witnesses of all rollouts of a step."""
     batch = replayed.batch
     watch = replayed.watch
     tokens = watch.tokens
