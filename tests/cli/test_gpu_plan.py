@@ -139,9 +139,26 @@ def test_a_plan_of_one_gpu_that_both_share_has_the_bucket_in_which_versions_go(c
     assert planning("7b", 1, "h200", *shared) == 0
     plan = " ".join(capsys.readouterr().out.split())
     assert "14.2 GB a version by direct: the servers' workers read it on the trainer's GPU" in plan
-    assert "versions, direct CUDA IPC, untested on a GPU; gloo where a worker cannot 2 trainer, 1 workers" in plan
+    assert "versions, direct CUDA IPC; gloo where a worker cannot 2 trainer, 1 workers" in plan
+    assert "through host memory (CUDA IPC) " in plan
     assert plan.count("a bucket of a version on its way 64.0 MB") == 2, "one in the trainer, and one in the worker"
     assert f"direct (chosen) {2 * PARAMETERS:,} two copies in the GPU's memory, by CUDA IPC 1200 GB/s" in plan
+
+
+@pytest.mark.parametrize(
+    ("number", "overrides", "untested"),
+    [
+        (1, ["engine.kind=sglang", "engine.share_devices=true", "engine.arguments=['--mem-fraction-static=0.4']"], "with SGLang"),
+        (2, ["weights.server_engine=false"], "between two GPUs"),
+    ],
+)
+def test_a_plan_says_where_versions_on_a_gpu_have_not_been_tried(
+    number: int, overrides: list[str], untested: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert planning("7b", number, "h200", *overrides) == 0
+    plan = " ".join(capsys.readouterr().out.split())
+    assert f"through host memory (CUDA IPC, untested {untested}) " in plan
+    assert f"versions, direct CUDA IPC, untested {untested}; gloo where a worker cannot" in plan
 
 
 def test_the_golden_files_are_plans_that_fit_and_plans_that_are_refused() -> None:

@@ -6,17 +6,20 @@ import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from midflight.config.load import load_config
 from midflight.run.parts import TrainerSpec
 from midflight.run.replay import step as replaying
 from midflight.run.trainer import trainer_process
+from midflight.trainer import credit
 from midflight.trainer.model.determinism import WORKSPACE, compute_in_one_order
 
-from .test_exactness import aged, move, objective
+from .test_exactness import LOSSES, aged, move, objective
 
 
 @pytest.fixture
@@ -61,3 +64,40 @@ def test_the_trainer_and_the_replay_of_its_steps_compute_so_if_the_run_asks_for_
         with pytest.raises(Exception) as found:  # without the option it goes on, and finds no run
             deed()
         assert (found.type is Asked) == wanted
+
+
+class AsOnAGpu(TorchDispatchMode):
+    """Refuses what torch refuses on a GPU under `torch.use_deterministic_algorithms(True)`, by the list in its docstring."""
+
+    def __torch_dispatch__(self, called: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+        name = called.overloadpacket.__name__
+        refused = {
+            "cumsum": lambda: given[0].is_floating_point(),
+            "bincount": lambda: len(given) > 1 and given[1] is not None,
+            "scatter_reduce": lambda: "prod" in given,
+            "median": lambda: len(given) > 1,
+        }
+        listed = ("nll_loss", "nll_loss_forward", "histc", "put_", "ctc_loss", "_ctc_loss")
+        if name in listed or (name in refused and refused[name]()):
+            raise RuntimeError(f"{name} does not have a deterministic implementation")
+        return called(*given, **(named or {}))
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_a_step_uses_nothing_that_has_no_such_form_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_numpy = credit.answer_advantages
+
+    def on_the_cpu(*given: Any) -> Any:  # wherever the step is
+        with _disable_current_modes():
+            return in_numpy(*given)
+
+    monkeypatch.setattr(credit, "answer_advantages", on_the_cpu)
+    with AsOnAGpu():
+        move(aged(), objective(name))
+
+
+def test_what_is_refused_on_a_gpu_is_found() -> None:
+    with AsOnAGpu(), pytest.raises(RuntimeError, match="cumsum"):
+        torch.ones(3).cumsum(0)
+    with AsOnAGpu():
+        torch.ones(3, dtype=torch.int64).cumsum(0)

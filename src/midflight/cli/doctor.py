@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from midflight.cli.options import Debug
+from midflight.run.device_check.table import SERVER_SECONDS
 
 if TYPE_CHECKING:
     from midflight.run.launcher.checks.check import Finding
@@ -30,7 +31,7 @@ def doctor(
         typer.Option(
             help=(
                 "Try every path on this device, such as cuda or cpu, in place of the table: ten "
-                "minutes, and up to seven for each server that is here."
+                f"minutes, and up to {SERVER_SECONDS / 60:.0f} for each server that is here."
             ),
         ),
     ] = None,

@@ -30,6 +30,7 @@ from midflight.config.seats import (
     server_of,
     stays_on_gpus,
 )
+from midflight.config.transport import handles_in_words
 from midflight.config.version_ways import (
     MEMORY,
     SHARED,
@@ -220,7 +221,7 @@ def _groups(config: Config) -> Table:
         workers = num_workers_of_servers(config)
         by = "NCCL; gloo where a GPU has no room" if stays_on_gpus(config) else "gloo"
         if by_handles(config):
-            by = "CUDA IPC, untested on a GPU; gloo where a worker cannot"
+            by = f"{handles_in_words(config)}; gloo where a worker cannot"
         members = f"trainer, {workers} workers of the servers"
         if by_server_engine(config):
             by = f"the servers' own engines by {by}"

@@ -107,7 +107,7 @@ def server_size(engine: EngineSection, server: ServerSection | None) -> int:
 
 def stays_on_gpus(config: Config) -> bool:
     """True if versions go from the trainer's GPUs to those of the servers, and through no host
-    memory. Untested on a GPU.
+    memory. By NCCL that is untested.
 
     If our plugin receives, beside running answers, no end may have another group of GPUs, whose
     kernels could wait for those of this one: one trainer rank, and servers of one GPU each. Copies

@@ -19,20 +19,33 @@ broadcast: it saves the trainer's link, for two and a half times the CPU of an e
 
 
 BY_HANDLES = (
-    "the servers' workers read it on the trainer's GPU, and none of it goes through host memory "
-    "(CUDA IPC, untested on a GPU)"
+    "the servers' workers read it on the trainer's GPU, and none of it goes through host memory"
 )
+CUDA_IPC = "CUDA IPC"
 
 
 def chosen_transport(config: Config) -> tuple[Transport, str]:
     """The transport that `weights.transport = "auto"` stands for in this run, and why, in words."""
-    return way_of_weights(
+    handles = may_use_handles(config)
+    way, why = way_of_weights(
         num_bytes=version_bytes(config),
         num_engines=num_engines(config.engine),
         swaps=_may_swap(config),
         over_machines=config.cluster.kind != "local",
-        handles=may_use_handles(config),
+        handles=handles,
     )
+    return way, f"{why} ({handles_in_words(config)})" if handles else why
+
+
+def handles_in_words(config: Config) -> str:
+    """The name of the way by handles, with what of it this run would be the first to try: it was
+    run with vLLM on one GPU.
+    """
+    if config.engine.kind == "sglang":
+        return f"{CUDA_IPC}, untested with SGLang"
+    if not config.engine.shares_devices:
+        return f"{CUDA_IPC}, untested between two GPUs"
+    return CUDA_IPC
 
 
 def may_use_handles(config: Config) -> bool:

@@ -216,7 +216,7 @@ class Status:
     seconds: float = 0.0
     """The seconds that the run has run, over all its starts."""
     start_seconds: float = 0.0
-    """Seconds since this start."""
+    """Seconds since this start began, with a warm start and what comes after the training phase."""
     training_seconds: float = 0.0
     """Length of the training phase of this start, as far as it has come."""
     eta_seconds: float | None = None

@@ -6,7 +6,7 @@ form of its version, which trainer and server need not share, and are not for me
 segments. Memory that the driver gives lies outside torch's allocator, whatever its settings are.
 
 It imports torch and the standard library only, because servers' workers load this file by its path.
-Untested on a GPU.
+Between two GPUs it is untested.
 """
 
 import ctypes

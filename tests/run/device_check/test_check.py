@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import IO, Any
 
 import msgspec
@@ -13,10 +14,11 @@ import pytest
 from midflight.cli import main
 from midflight.run.device_check import check, child
 from midflight.run.device_check.report import CheckedDevice, DeviceTrial, TrialOutcome
-from midflight.run.device_check.table import PARTS
+from midflight.run.device_check.table import PARTS, SERVER_SECONDS, SERVERS
 
 ABOUT = CheckedDevice("a device", {"torch": "1"})
 WORKS = DeviceTrial("a deed", TrialOutcome.WORKS, "done")
+ROOT = Path(__file__).parents[3]
 Script = Callable[[str], None]
 
 
@@ -41,6 +43,21 @@ def lines(*messages: CheckedDevice | DeviceTrial) -> str:
 
 def test_every_part_has_its_trials_and_its_seconds() -> None:
     assert set(PARTS) == set(child.TRIALS)
+
+
+SLOWEST_START = 118
+"""Seconds until vLLM answered on an H200, beside other work."""
+STARTS = 5
+"""A server starts on one GPU: in two sizes, to sleep, and for two runs."""
+
+
+def test_a_server_has_time_for_all_its_starts_and_texts_say_how_much(capsys: pytest.CaptureFixture[str]) -> None:
+    assert all(PARTS[name] == SERVER_SECONDS for name in SERVERS) and SERVER_SECONDS > STARTS * SLOWEST_START + 60
+    assert main(["doctor", "--help"]) == 0
+    help_text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    minutes = f"{SERVER_SECONDS / 60:.0f}"
+    assert f"up to {minutes} for each server" in help_text
+    assert f"up to {minutes} for each server" in (ROOT / "docs/gpu.md").read_text()
 
 
 def test_each_part_is_a_process_whose_trials_are_told_as_they_come(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ import torch
 
 from midflight.engines.embedded.engine import EmbeddedEngine, Generated
 from midflight.run.device_check import inside, kernels, sameness, servers, speeds, swaps
-from midflight.run.device_check.bench import SMALL, Bench, Found, Wrong, not_tried, requests, tried, within
+from midflight.run.device_check.bench import REAL, SMALL, Bench, Found, Wrong, not_tried, requests, tried, within
 from midflight.run.device_check.report import DeviceTrial, TrialOutcome
-from midflight.run.device_check.swaps import SwappedAnswer, checked_answer
+from midflight.run.device_check.swaps import SwappedAnswer, answered_across, checked_answer
+from midflight.run.device_check.table import PARTS
 from midflight.trainer.model import policy
-from midflight.types import PauseMode
+from midflight.types import Attestation, Chunk, GenerateRequest, PauseMode, WeightManifest
 from midflight.weights.transports import file_receiver
 
 CPU = torch.device("cpu")
@@ -146,3 +148,131 @@ def test_damage_that_a_receiver_does_not_find_and_a_swap_that_is_not_made_are_fo
     assert "a damaged version is refused, and the one before is served" in failed(swaps.take_back(bench))
     monkeypatch.setattr(inside._plugin(), "exchange", lambda model, other: other)
     assert len(failed(inside.inside_workers(bench))) == 1
+
+
+class FastServer:
+    """A server whose answer ends while a version is still being staged."""
+
+    def __init__(self) -> None:
+        self._version = 0
+        self._coming: WeightManifest | None = None
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk]:
+        made = asyncio.Queue[Chunk]()
+
+        async def make() -> None:
+            for token in range(40):
+                made.put_nowait(Chunk((token,), (-1.0,), self._version, self._version))
+                await asyncio.sleep(0.001)
+
+        making = asyncio.create_task(make())
+        for _ in range(40):
+            yield await made.get()
+        await making
+
+    async def stage(self, manifest: WeightManifest) -> None:
+        await asyncio.sleep(0.5)
+        self._coming = manifest
+
+    async def pause(self, mode: PauseMode) -> None: ...
+
+    async def commit(self, version: int) -> Attestation:
+        assert self._coming is not None
+        self._version = version
+        return Attestation(version, self._coming.fingerprint)
+
+    async def resume(self) -> None: ...
+
+
+def test_a_version_comes_in_the_middle_of_an_answer_that_is_made_faster_than_a_version_is_staged() -> None:
+    coming = WeightManifest(1, "a fingerprint", "shared_memory", "", ())
+    answer = asyncio.run(answered_across(FastServer(), requests(SMALL, 1)[0], coming, PauseMode.KEEP))  # type: ignore[arg-type]
+    assert set(answer.versions) == {0, 1} and answer.versions == sorted(answer.versions)
+
+
+@dataclass
+class SleepyServer:
+    """The bench of a server on a GPU of 140 GB. It takes 30 GB of what others have left, and 24 of them are free while it sleeps."""
+
+    gives_back: int
+    kind: str = "vllm"
+    bench: Any = None
+    free: int = 40 * 2**30
+    calls: list[str] = field(default_factory=list)
+
+    def config(self, **given: Any) -> None: ...
+
+    @asynccontextmanager
+    async def attached(self, size: Any, config: None) -> AsyncGenerator[Any]:
+        self.free -= 30 * 2**30
+        yield type("Attached", (), {"engine": None, "url": ""})
+
+    def memory(self, device: Any) -> tuple[int, int]:
+        return self.free, 140 * 2**30
+
+    def post(self, route: str) -> None:
+        self.free += self.gives_back * 2**30 * (1 if "sleep" in route else -1)
+
+
+@pytest.mark.parametrize(("gives_back", "works"), [(24, True), (5, False), (0, False)])
+def test_what_a_sleeping_server_gives_back_is_held_against_what_it_took_and_not_what_others_have(
+    gives_back: int, works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = SleepyServer(gives_back)
+    at.bench = type("Bench", (), {"device": None})
+
+    async def said(engine: Any) -> list[int]:
+        return [1, 2]
+
+    monkeypatch.setattr(servers, "_said", said)
+    monkeypatch.setattr(servers, "_post", at.post)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", at.memory)
+    if works:
+        assert asyncio.run(servers._slept(at)).startswith("24.0 of 30.0 GB were given back")  # type: ignore[arg-type]
+    else:
+        with pytest.raises(Wrong, match=f"{gives_back}.0 of 30.0 GB were given back"):
+            asyncio.run(servers._slept(at))  # type: ignore[arg-type]
+
+
+def test_a_step_in_one_order_is_asked_for_before_the_first_product_of_its_process(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def stepped(bench: Bench) -> torch.Tensor:
+        done.append("step")
+        return torch.ones(2)
+
+    monkeypatch.setattr(sameness, "compute_in_one_order", lambda: done.append("one order"))
+    monkeypatch.setattr(sameness, "stepped", stepped)
+    assert not failed(sameness.one_order(bench)) and done == ["one order", "step", "step"]
+    done.clear()
+    monkeypatch.setattr(sameness, "same_step", lambda bench: "")
+    assert len([*sameness.sameness(bench)]) == 5 and not done
+
+
+STEP_SECONDS = 0.05
+"""A decode step of our engine with half a billion weights took so long on an H200."""
+
+
+def test_the_speeds_of_decoding_in_real_size_take_a_third_of_their_parts_time_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = list[int]()
+
+    class Decodes:
+        def generate_all(self, asked: Sequence[GenerateRequest]) -> None:
+            steps.append(max(request.sampling.max_tokens for request in asked))
+
+    class Stub:
+        seconds = Bench.seconds
+
+        def model(self, size: Any, **named: Any) -> torch.nn.Module:
+            return torch.nn.Linear(2, 2)
+
+        def engine(self, model: Any, size: Any) -> Decodes:
+            return Decodes()
+
+        def wait(self) -> None: ...
+
+    monkeypatch.setattr(speeds, "named_tensors", lambda model: {"a": torch.ones(2)})
+    monkeypatch.setattr(speeds, "copied_bytes", lambda bench: 1.0)
+    for running in REAL.running:
+        speeds._decoding(Stub(), REAL, running, dtype="bfloat16")  # type: ignore[arg-type]
+    assert STEP_SECONDS * sum(steps) < PARTS["speeds"] / 3

@@ -46,6 +46,7 @@ TRIALS: Mapping[str, Callable[[Bench], Iterator[DeviceTrial]]] = {
     "two ranks": groups.groups,
     "a version in two processes": handles.by_handles,
     "determinism": sameness.sameness,
+    "a step in one order": sameness.one_order,
     "speeds": speeds.speeds,
     "a whole run": whole_run.whole_run,
     "vLLM": partial(servers.servers, kind="vllm"),

@@ -25,7 +25,7 @@ _SERVERS_HAVE_IT = 'set engine.kind to "vllm" or "sglang", with engine.determini
 
 
 def sameness(bench: Bench) -> Iterator[DeviceTrial]:
-    """Yields the trials of determinism."""
+    """Yields the trials of determinism without options."""
     for dtype in ("float32", "bfloat16"):
         yield tried(
             f"the same requests twice in {dtype}: tokens and log-probabilities to the bit",
@@ -42,7 +42,12 @@ def sameness(bench: Bench) -> Iterator[DeviceTrial]:
         lambda: same_step(bench),
         remedy='set trainer.device = "cpu"',
     )
-    # It comes last, because it holds for the rest of the process.
+
+
+def one_order(bench: Bench) -> Iterator[DeviceTrial]:
+    """Yields the trial of `trainer.deterministic`. It wants a process of its own, because this must
+    be asked for before the first product of matrices, and holds for the rest of the process.
+    """
     compute_in_one_order()
     yield tried(
         "the same step twice with trainer.deterministic: weights to the bit",

@@ -540,21 +540,33 @@ def _sleep_and_wake(at: _ServerBench) -> Iterator[DeviceTrial]:
 
 
 async def _slept(at: _ServerBench) -> str:
+    """Holds what the server gives back against what it has taken since its start: other processes
+    may have memory of the GPU too.
+    """
     sleep, wake, options = SLEEP[at.kind]
     config = at.config(size=SMALL, arguments=options)
+    free_before = _free(at.bench)
     async with at.attached(SMALL, config) as server:
         before = await _said(server.engine)
-        taken, _ = torch.cuda.mem_get_info(at.bench.device)
+        free_awake = _free(at.bench)
         await asyncio.to_thread(_post, server.url + sleep)
-        free, total = torch.cuda.mem_get_info(at.bench.device)
+        free_asleep = _free(at.bench)
         await asyncio.to_thread(_post, server.url + wake)
         after = await _said(server.engine)
-    share = (free - taken) / (total - taken)
-    if share < FREED:
-        raise Wrong(f"{share:.0%} of the memory were given back")
+    taken = free_before - free_awake
+    given = free_asleep - free_awake
+    said = f"{given / 2**30:.1f} of {taken / 2**30:.1f} GB were given back"
+    if given <= 0 or given < FREED * taken:
+        raise Wrong(said)
     if after != before:
         raise Wrong("the answer after it is another")
-    return f"{(free - taken) / 2**30:.1f} GB were given back, and the answer after it is the same"
+    return f"{said}, and the answer after it is the same"
+
+
+def _free(bench: Bench) -> int:
+    """Bytes of the GPU's memory that no process has."""
+    free, _ = torch.cuda.mem_get_info(bench.device)
+    return free
 
 
 def _post(url: str) -> None:

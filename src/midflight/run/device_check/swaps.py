@@ -43,7 +43,7 @@ from midflight.weights.transports.select import publisher
 
 BEFORE = 8
 """Tokens that an answer has when the version changes."""
-LONG = 512
+LONG = 256
 """Tokens of an answer in real size, which takes some seconds."""
 MODES = (PauseMode.KEEP, PauseMode.RECOMPUTE)
 """The pauses after which an answer goes on where it was."""
@@ -113,8 +113,10 @@ async def answered_across(
 ) -> SwappedAnswer:
     """The answer to a request during which a version goes live. Waits for the engine.
 
-    The version is staged while the engine decodes, and committed in a pause of that mode.
+    The version is staged before the answer begins, because a fast server ends a short answer in less
+    time than that takes. It is committed in mid-answer, in a pause of that mode.
     """
+    await engine.stage(manifest)
     answer = SwappedAnswer([], [], [])
     handed_over = False
     async for chunk in engine.generate(request):
@@ -128,7 +130,6 @@ async def answered_across(
             ]
         if len(answer.token_ids) >= BEFORE and not handed_over:
             handed_over = True
-            await engine.stage(manifest)
             await engine.pause(mode)
             attested = await engine.commit(manifest.version)
             await engine.resume()
@@ -147,7 +148,6 @@ async def _swapped(bench: Bench, size: BenchSize, mode: PauseMode) -> str:
     with _sender(bench, SHARED_MEMORY) as outbox:
         manifest = outbox.publish(1, named_tensors(second))
         async with running(bench.engine(served, size)) as engine:
-            # longer than the time to stage a version, or it would end before
             longest = min(LONG, size.context - PROMPT - 1)
             request = requests(size, 1, answer=longest)[0]
             answer = await answered_across(engine, request, manifest, mode)

@@ -6,6 +6,7 @@ rho = proximal / behaviour, and every bound is on rho, never on its inverse. `lo
 so.
 """
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -217,11 +218,14 @@ def m2po_mask(all_log_rho: Float[Tensor, " T"], *, bound: float) -> Bool[Tensor,
     depend on the order of tokens.
     """
     squared = all_log_rho.detach().double() ** 2
-    ascending = squared.sort().values
+    # numpy adds up in one order; on a GPU torch has no such running sum of floats.
+    ascending = squared.sort().values.cpu().numpy()
     # The running mean of an ascending sequence never falls, so what can stay is a prefix.
-    mean = ascending.cumsum(0) / torch.arange(1, len(ascending) + 1, device=squared.device)
+    mean = ascending.cumsum() / np.arange(1, len(ascending) + 1)
     dropped = ascending[mean >= bound]
-    return squared < dropped[0] if len(dropped) else torch.ones_like(squared, dtype=torch.bool)
+    if not len(dropped):
+        return torch.ones_like(squared, dtype=torch.bool)
+    return squared < float(dropped[0])
 
 
 def opsm_mask(

@@ -568,7 +568,7 @@ class BroadcastPublisher(Publisher):
         from one to the other, without host memory between. `backend` is by default NCCL for GPUs,
         which must be different ones, and gloo elsewhere. With `handles` workers on this machine read
         buckets on the device, which may be theirs too (CUDA IPC); if that gives none, versions go
-        from host memory, and the log says why. Untested on a GPU.
+        from host memory, and the log says why. NCCL is untested.
 
         With `out_of_weights` a version on a device is not copied: its tensors stay as they are until
         `withdraw`.

@@ -1,5 +1,5 @@
 """Versions that a publisher keeps on its device, where they are hashed too: no byte of them goes
-through host memory on the way to a server's workers. Untested on a GPU.
+through host memory on the way to a server's workers.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ receives bucket by bucket, and lays each tensor out as the model has its own, be
 served: of a layer that is shared by several workers, each keeps its share. Every wait has a
 deadline, and every failure leaves the weights served as they are.
 
-If trainer and workers are on GPUs, buckets go from one to the other, and are hashed there. Untested
-on a GPU.
+If trainer and workers are on GPUs, buckets go from one to the other, and are hashed there. By NCCL
+that is untested.
 """
 
 import hashlib
