@@ -32,7 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -115,7 +115,7 @@ class Server:
         return family_cpu_seconds(self._child.pid)
 
     @contextmanager
-    def stopped(self) -> Iterator[None]:
+    def stopped(self) -> Generator[None]:
         """Its processes do nothing within the block."""
         members = family(self._child.pid)
         for pid in members:

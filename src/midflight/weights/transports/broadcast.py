@@ -80,7 +80,7 @@ without notice, or that came late and will come late again.
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class GroupWay:
     """How the bytes of a round go."""
 
     backend: Backend
@@ -376,17 +376,17 @@ class BroadcastService:
         if self._version(members[0].ask) is version:
             _answer([m for m in members if m.ask.workers is not None], LastBucketSent(digests))
 
-    def _way(self, ask: Ask, version: OutgoingVersion) -> Way:
+    def _way(self, ask: Ask, version: OutgoingVersion) -> GroupWay:
         """The way of a round, whose members are alike."""
         if self._given is not None:
             if ask.handles:
-                return Way("handles", on_device=self._device != CPU)
-            return Way("gloo", on_device=False)
+                return GroupWay("handles", on_device=self._device != CPU)
+            return GroupWay("gloo", on_device=False)
         # What has left the device goes back to it bucket by bucket, if only that is taken.
         has_left = version.device == CPU and ask.meets == "plugin"
         on_device = ask.workers is not None and self._device != CPU and not has_left
         backend = self._backend if on_device or self._device == CPU else "gloo"
-        return Way(backend, on_device=on_device)
+        return GroupWay(backend, on_device=on_device)
 
     def _broadcast(self, group: Group, version: OutgoingVersion, hashed: bool) -> tuple[str, ...]:
         """Sends all buckets. Returns the digest of each if it is `hashed`."""
@@ -423,7 +423,7 @@ class BroadcastService:
 
     # --- Groups -----------------------------------------------------------------------------------
 
-    def _standing(self, members: list[WaitingReceiver], way: Way) -> Group | None:
+    def _standing(self, members: list[WaitingReceiver], way: GroupWay) -> Group | None:
         """The group of exactly these members, if all of them hold it too, and it has this way.
         Other groups with any of these members are dropped. This group is dropped too until its
         broadcast is over: a receiver has one group, and a round that fails leaves none.
@@ -433,7 +433,7 @@ class BroadcastService:
         self._groups = {n: g for n, g in self._groups.items() if not n & names}
         if group is None:
             return None
-        if Way(group.terms.backend, on_device=group.terms.on_device) != way:
+        if GroupWay(group.terms.backend, on_device=group.terms.on_device) != way:
             return None
         if any(member.ask.group != group.terms.group for member in members):
             return None
@@ -447,7 +447,7 @@ class BroadcastService:
         for oldest in list(self._groups)[:-MAX_GROUPS]:
             del self._groups[oldest]
 
-    async def _meet(self, members: list[WaitingReceiver], way: Way) -> Group:
+    async def _meet(self, members: list[WaitingReceiver], way: GroupWay) -> Group:
         """Makes a group. Waits until all members have come."""
         self.num_groups += 1
         if self._given is not None and way.backend == "handles":
@@ -467,7 +467,7 @@ class BroadcastService:
         return await self._in_thread(join)
 
     async def _meet_by_handles(
-        self, members: list[WaitingReceiver], way: Way, given: GivenBuckets
+        self, members: list[WaitingReceiver], way: GroupWay, given: GivenBuckets
     ) -> HandleGroup:
         """Makes a group that reads a bucket. Members that cannot open it are told, and the others
         ask again.
@@ -493,7 +493,7 @@ class BroadcastService:
     def _terms(
         self,
         members: list[WaitingReceiver],
-        way: Way,
+        way: GroupWay,
         *,
         port: int,
         meets: Meeting = "plugin",
