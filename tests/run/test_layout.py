@@ -27,7 +27,7 @@ CODES = {"I32": "i", "F32": "f", "BOOL": "b"}
 
 
 def read(data: bytes) -> tuple[dict[str, str], dict[str, list[float]]]:
-    """Metadata and arrays, by the page's table alone."""
+    """Metadata and arrays, by the layout of safetensors alone."""
     (length,) = struct.unpack("<Q", data[:8])
     header = json.loads(data[8 : 8 + length])
     metadata, arrays = header.pop("__metadata__"), {}
