@@ -10,7 +10,6 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
@@ -118,7 +117,7 @@ class OtherProcess:
 
     meets: Meeting = "plugin"
 
-    def __init__(self, pipe: Connection) -> None:
+    def __init__(self, pipe: Any) -> None:
         self._pipe = pipe
         self.orders: list[TransferOrder] = []
 
@@ -157,7 +156,7 @@ def _other_process(bench: Bench, size: BenchSize) -> Generator[OtherProcess]:
         process.join()
 
 
-def _serve(pipe: Connection, bench: Bench, size: BenchSize) -> None:
+def _serve(pipe: Any, bench: Bench, size: BenchSize) -> None:
     """Runs in the other process, until it is killed."""
     worker = BenchWorker(bench.model(size, dtype="bfloat16"))
     while True:
