@@ -145,7 +145,9 @@ def part_items(config: Config, gpus: DescribedGpus, who: str) -> Iterator[GpuIte
 def _on_its_way(
     config: Config, gpus: DescribedGpus, who: str, sizes: ModelSizes
 ) -> Iterator[GpuItem]:
-    """What versions by handles take. Without turns more is only taken where there is room for it."""
+    """Yields the memory that versions need on the GPU when they go by CUDA IPC. The trainer's own copy
+    of the newest version is not counted: it is made only if there is room.
+    """
     taking = frozenset({Moment.TAKE})
     is_trainer = who.startswith("trainer")
     in_turns = config.engine.takes_turns

@@ -241,8 +241,8 @@ class _Origin:
 
     @property
     def remedy_of_unknown(self) -> str:
-        """What to do about an option that no option of ours is. Empty if a user may have mistyped
-        it.
+        """A sentence for an option that Midflight does not have, if the configuration is that of a
+        past run. Otherwise it is empty, because the user may have mistyped the name.
         """
         if not self._is_past:
             return ""

@@ -213,7 +213,7 @@ def verified(folder: Path) -> CheckpointState:
 
 
 def state_of(folder: Path) -> CheckpointState:
-    """What a checkpoint says of itself. Raises `CheckpointCorrupt` if that cannot be read, and
+    """Reads `state.json` of a checkpoint. Raises `CheckpointCorrupt` if that cannot be read, and
     `ConfigError` if it is of another format.
     """
     found = _decode(folder / "state.json", _Format).format

@@ -140,7 +140,7 @@ own engine as `torch.distributed` names the keys of a store, or by NCCL's unique
 
 @dataclass(frozen=True, slots=True)
 class BucketHandle:
-    """What a process needs to open the bucket of another one of its machine (CUDA IPC)."""
+    """A bucket of the trainer, as a worker on the same machine needs it to open it (CUDA IPC)."""
 
     handle: str
     """The driver's handle, in hex."""

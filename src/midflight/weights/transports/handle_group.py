@@ -193,7 +193,7 @@ class HandleGroup:
 
 
 def _first_line(reader: socket.socket, terms: Join) -> Arrived | None:
-    """What a worker says first. `None` if it is of no worker of this group."""
+    """Reads the first line that a worker sends. `None` if it comes from no worker of this group."""
     reader.settimeout(terms.deadline_seconds)
     with contextlib.suppress(OSError, msgspec.MsgspecError), reader.makefile("rb") as lines:
         said = _arrived.decode(lines.readline(MAX_LINE))
