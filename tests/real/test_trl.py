@@ -1,7 +1,8 @@
 """Scripts of the shapes of trl's own examples train with the import, the model and the data of here: a quick start, a command line with adapters
 and evaluations, and a game with tools whose reward is in its environments.
 
-With MIDFLIGHT_TRL_SOURCE, a checkout of trl, its own example scripts are run as well.
+`make test-trl` also runs trl's own: with MIDFLIGHT_TRL, a folder with its package, the script of `trl grpo`; with MIDFLIGHT_TRL_SOURCE, a checkout,
+its example scripts.
 """
 
 from __future__ import annotations
@@ -173,8 +174,10 @@ def test_a_game_with_tools_trains_on_what_its_environments_say(here: Path) -> No
 
 # --- trl's own scripts -----------------------------------------------------------------------------------------------
 
+PACKAGE = os.environ.get("MIDFLIGHT_TRL", "")
+"""A folder with the package trl."""
 SOURCE = os.environ.get("MIDFLIGHT_TRL_SOURCE", "")
-"""A checkout of trl, whose scripts are not in its package."""
+"""A checkout of trl, whose examples are not in its package."""
 FLAGS = [
     "--model_name_or_path",
     "model",
@@ -203,19 +206,44 @@ CHANGES = {
 """The import, the model and the data; and no account of a tracker."""
 
 
+def changed(script: Path) -> str:
+    """The script with the changes."""
+    text = script.read_text()
+    for pattern, change in CHANGES.items():
+        text = re.sub(pattern, change, text)
+    return text
+
+
+def write_rows(folder: Path, rows: list[dict[str, Any]]) -> None:
+    folder.mkdir()
+    for split in ("train", "test"):
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.skipif(not PACKAGE, reason="MIDFLIGHT_TRL names no folder with trl: make test-trl")
+@pytest.mark.parametrize("data", ["name", "mixture"])
+def test_the_script_of_trl_grpo_trains(here: Path, data: str) -> None:
+    pytest.importorskip("peft")
+    write_rows(here / "sums", [{"prompt": f"{number} + 1?", "solution": str(number + 1)} for number in range(4)])
+    (here / "mixture.yaml").write_text("datasets:\n  - path: sums\n    columns: [prompt, solution]\n  - path: sums\n    split: test\n")
+    named = {"name": ["--dataset_name", "sums"], "mixture": ["--config", "mixture.yaml"]}
+    flags = [
+        *FLAGS,
+        *named[data],
+        "--reward_funcs",
+        "think_format_reward",
+        "get_soft_overlong_punishment",
+        "--per_device_train_batch_size",
+        "8",
+    ]
+    run(here, changed(Path(PACKAGE) / "trl" / "scripts" / "grpo.py"), *flags, seconds=300)
+    assert (here / "out" / "model.safetensors").is_file(), "save_model(output_dir), as the script ends"
+
+
 @pytest.mark.skipif(not SOURCE, reason="MIDFLIGHT_TRL_SOURCE names no checkout of trl")
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_trls_own_script_trains(here: Path, script: str) -> None:
-    rows: dict[str, list[dict[str, Any]]] = {
-        "gsm8k": [{"question": f"{number} + 1?", "answer": f"#### {number + 1}"} for number in range(4)],
-        "math": [{"problem": f"{number} + 1?", "solution": str(number + 1), "messages": []} for number in range(40)],
-    }
-    for name, found in rows.items():
-        (here / name).mkdir()
-        for split in ("train", "test"):
-            (here / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
-    text = (Path(SOURCE) / "examples" / "scripts" / script).read_text()
-    for pattern, change in CHANGES.items():
-        text = re.sub(pattern, change, text)
-    run(here, text, *SCRIPTS[script], seconds=300)
+    write_rows(here / "gsm8k", [{"question": f"{number} + 1?", "answer": f"#### {number + 1}"} for number in range(4)])
+    write_rows(here / "math", [{"problem": f"{number} + 1?", "solution": str(number + 1), "messages": []} for number in range(40)])
+    run(here, changed(Path(SOURCE) / "examples" / "scripts" / script), *SCRIPTS[script], seconds=300)
     assert list(here.glob("*/model/model.safetensors"))

@@ -6,6 +6,7 @@ from midflight.integrations.trl.async_trainer import AsyncGRPOTrainer
 from midflight.integrations.trl.config import AsyncGRPOConfig
 from midflight.integrations.trl.grpo_config import GRPOConfig
 from midflight.integrations.trl.grpo_trainer import GRPOTrainer
+from midflight.integrations.trl.mixture import DatasetConfig, DatasetMixtureConfig, get_dataset
 from midflight.integrations.trl.scripts import (
     ModelConfig,
     ScriptArguments,
@@ -17,11 +18,14 @@ from midflight.integrations.trl.scripts import (
 __all__ = [
     "AsyncGRPOConfig",
     "AsyncGRPOTrainer",
+    "DatasetConfig",
+    "DatasetMixtureConfig",
     "GRPOConfig",
     "GRPOTrainer",
     "ModelConfig",
     "ScriptArguments",
     "TrlParser",
+    "get_dataset",
     "get_peft_config",
     "get_quantization_config",
 ]

@@ -156,6 +156,9 @@ class TrlTrainer:
             "or what save_model(DIR) wrote, with the hub's own client."
         )
 
+    def end(self) -> None:
+        """Does nothing: `train` has ended what it started. Scripts call it at their end."""
+
     @property
     def model(self) -> Any:
         """The trained model, or before there is one the model to begin with, as transformers loads
