@@ -16,7 +16,7 @@ import pytest
 from midflight.cli import main
 from midflight.run.device_check import check, child, lanes, part_process
 from midflight.run.device_check.bench import REAL
-from midflight.run.device_check.lanes import Lanes, Turn, in_order
+from midflight.run.device_check.lanes import Lanes, PartStart, in_order
 from midflight.run.device_check.report import CheckedDevice, DeviceReport, DeviceTrial, TrialOutcome
 from midflight.run.device_check.table import FIRST, GIB, PARTS, SERVER_SECONDS, PartPlan
 from midflight.weights.transports.memory_files import shared_places
@@ -36,7 +36,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
 
     def given(program: str, **plans: PartPlan) -> None:
         async def start(process: Any, errors: IO[bytes]) -> Any:
-            words = [sys.executable, "-c", program, process.turn.part, str(process.turn.room), str(process.scratch)]
+            words = [sys.executable, "-c", program, process.start.part, str(process.start.room), str(process.scratch)]
             return await asyncio.create_subprocess_exec(*words, stdout=subprocess.PIPE, stderr=errors)
 
         monkeypatch.setattr(part_process.PartProcess, "_start", start)
@@ -79,8 +79,8 @@ def test_a_servers_part_has_time_for_its_starts() -> None:
 
 def begun(state: Lanes) -> Sequence[tuple[str, int]]:
     found: list[tuple[str, int]] = []
-    while (turn := state.next()) is not None:
-        found.append((turn.part, turn.lane))
+    while (start := state.next()) is not None:
+        found.append((start.part, start.lane))
     return found
 
 
@@ -93,17 +93,17 @@ def test_a_part_begins_when_a_lane_and_its_memory_are_free_and_a_smaller_one_pas
     }
     state = Lanes([*plans], plans, number=3, memory=24 * GIB)
     assert begun(state) == [("server", 1), ("small", 2), ("other", 3)]
-    state.end(Turn("small", 2, 4 * GIB))
+    state.end(PartStart("small", 2, 4 * GIB))
     assert begun(state) == []
-    state.end(Turn("server", 1, 10 * GIB))
+    state.end(PartStart("server", 1, 10 * GIB))
     assert begun(state) == [("large", 1)]
 
 
 def test_a_part_that_is_larger_than_the_device_has_all_of_it_and_where_nobody_counts_memory_every_part_fits() -> None:
     plans = {"large": PartPlan(gigabytes=20), "small": PartPlan(gigabytes=4), "alone": ALONE}
     state = Lanes(["large", "small"], plans, number=4, memory=8 * GIB)
-    assert state.next() == Turn("large", 1, 8 * GIB) and state.next() is None
-    assert Lanes(["alone"], plans, number=1, memory=8 * GIB).next() == Turn("alone", 1, 8 * GIB)
+    assert state.next() == PartStart("large", 1, 8 * GIB) and state.next() is None
+    assert Lanes(["alone"], plans, number=1, memory=8 * GIB).next() == PartStart("alone", 1, 8 * GIB)
     assert begun(Lanes(["large", "small"], plans, number=4, memory=0)) == [("large", 1), ("small", 2)]
 
 

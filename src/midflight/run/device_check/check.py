@@ -6,7 +6,7 @@ be wrong.
 
 | wait | waits for | ended by |
 |---|---|---|
-| `_Check._in_lanes` | the end of a part, which frees its lane and its memory | each part's own seconds |
+| `_DeviceCheck._in_lanes` | the end of a part, which frees its lane and its memory | each part's own seconds |
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from midflight.errors import ConfigError, first_error
 from midflight.run.device_check.interpreters import why_absent
-from midflight.run.device_check.lanes import Lanes, Turn, in_order, num_lanes
+from midflight.run.device_check.lanes import Lanes, PartStart, in_order, num_lanes
 from midflight.run.device_check.part_process import PartProcess, remove_shared
 from midflight.run.device_check.report import (
     CheckedDevice,
@@ -39,7 +39,7 @@ def check_device(device: str, *, say: Callable[[str], None] = lambda _: None) ->
     """
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="midflight-doctor-") as scratch:
-        check = _Check(device, Path(scratch), say)
+        check = _DeviceCheck(device, Path(scratch), say)
         try:
             asyncio.run(check.run())
         except BaseExceptionGroup as errors:
@@ -57,7 +57,7 @@ def check_device(device: str, *, say: Callable[[str], None] = lambda _: None) ->
     )
 
 
-class _Check:
+class _DeviceCheck:
     """The parts that have ended, and what the device has said of itself."""
 
     def __init__(self, device: str, scratch: Path, say: Callable[[str], None]) -> None:
@@ -87,22 +87,22 @@ class _Check:
         """Waits for these parts, of which `number` at most run side by side."""
         memory = self.about.memory if self.about else 0
         lanes = Lanes(names, PARTS, number=number, memory=memory)
-        running: dict[Task[None], Turn] = {}
+        running: dict[Task[None], PartStart] = {}
         async with asyncio.TaskGroup() as tasks:
             while True:
-                while (turn := lanes.next()) is not None:
-                    running[tasks.create_task(self._try(turn))] = turn
+                while (start := lanes.next()) is not None:
+                    running[tasks.create_task(self._try(start))] = start
                 if not running:
                     return
                 ended, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in ended:
                     lanes.end(running.pop(task))
 
-    async def _try(self, turn: Turn) -> None:
+    async def _try(self, start: PartStart) -> None:
         """Waits for one part."""
         began = time.monotonic()
-        plan = PARTS[turn.part]
-        at = f"alone: {turn.part}" if plan.is_alone else f"lane {turn.lane}: {turn.part}"
+        plan = PARTS[start.part]
+        at = f"alone: {start.part}" if plan.is_alone else f"lane {start.lane}: {start.part}"
         trials: list[DeviceTrial] = []
 
         def told(found: CheckedDevice | DeviceTrial) -> None:
@@ -113,13 +113,13 @@ class _Check:
             self._say(f"{at}: {found.outcome.value}: {found.what}: {found.line}")
 
         self._say(f"{at}: begins")
-        process = PartProcess(self._device, self._scratch, turn, plan.seconds)
+        process = PartProcess(self._device, self._scratch, start, plan.seconds)
         try:
             await process.run(told)
         except ConfigError as error:
             if self.about is None:
                 raise
-            told(DeviceTrial(turn.part, TrialOutcome.FAILED, f"the device is gone: {error}"))
+            told(DeviceTrial(start.part, TrialOutcome.FAILED, f"the device is gone: {error}"))
         seconds = time.monotonic() - began
         self._say(f"{at}: ended after {seconds:.0f} s")
-        self.parts[turn.part] = Part(turn.part, tuple(trials), seconds)
+        self.parts[start.part] = Part(start.part, tuple(trials), seconds)

@@ -23,7 +23,7 @@ def in_order(parts: Mapping[str, PartPlan]) -> Sequence[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class PartStart:
     """A part that may begin."""
 
     part: str
@@ -46,7 +46,7 @@ class Lanes:
         self._free = memory
         self._lanes = list(range(1, number + 1))
 
-    def next(self) -> Turn | None:
+    def next(self) -> PartStart | None:
         """The first part that waits and whose memory is free, in a lane that is free. None if there
         is none; then one must end first.
         """
@@ -57,13 +57,13 @@ class Lanes:
             if room <= self._free:
                 self._waiting.remove(part)
                 self._free -= room
-                return Turn(part, self._lanes.pop(0), room)
+                return PartStart(part, self._lanes.pop(0), room)
         return None
 
-    def end(self, turn: Turn) -> None:
+    def end(self, start: PartStart) -> None:
         """Gives the lane and the memory of a part back."""
-        self._free += turn.room
-        self._lanes = sorted([*self._lanes, turn.lane])
+        self._free += start.room
+        self._lanes = sorted([*self._lanes, start.lane])
 
     def _room(self, part: str) -> int:
         plan = self._plans[part]

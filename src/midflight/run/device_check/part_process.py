@@ -22,7 +22,7 @@ from typing import IO
 import msgspec
 
 from midflight.errors import ConfigError
-from midflight.run.device_check.lanes import Turn
+from midflight.run.device_check.lanes import PartStart
 from midflight.run.device_check.report import CheckedDevice, DeviceTrial, TrialOutcome
 from midflight.run.device_check.table import segment_prefix
 from midflight.run.endpoint import TOKEN_VARIABLE
@@ -45,7 +45,7 @@ class PartProcess:
 
     device: str
     scratch: Path
-    turn: Turn
+    start: PartStart
     seconds: float
 
     async def run(self, tell: Callable[[CheckedDevice | DeviceTrial], None]) -> None:
@@ -65,7 +65,7 @@ class PartProcess:
                 if process.returncode is None:
                     process.kill()
             status = await process.wait()
-            remove_shared(segment_prefix(self.scratch, self.turn.part))
+            remove_shared(segment_prefix(self.scratch, self.start.part))
             errors.seek(0)
             said = errors.read().decode(errors="replace")
         if status == WRONG:
@@ -81,8 +81,8 @@ class PartProcess:
             self.device,
             str(self.scratch),
             str(self.seconds),
-            str(self.turn.room),
-            self.turn.part,
+            str(self.start.room),
+            self.start.part,
         ]
         environ = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
         environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -113,7 +113,7 @@ class PartProcess:
             how = f"ended with status {status}"
         found = f"its process {how}: " + "\n".join(shown)
         remedy = "see the other parts: each was tried in a process of its own"
-        return DeviceTrial(self.turn.part, TrialOutcome.FAILED, found, remedy=remedy)
+        return DeviceTrial(self.start.part, TrialOutcome.FAILED, found, remedy=remedy)
 
 
 async def _read_all(process: Process, tell: Callable[[CheckedDevice | DeviceTrial], None]) -> None:
