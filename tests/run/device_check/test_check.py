@@ -112,7 +112,7 @@ def test_servers_of_one_kind_run_side_by_side_on_a_gpu_of_eighty_gigabytes_and_o
     state = Lanes(in_order(here), PARTS, number=8, memory=78 * GIB)
     together = [part for part, _ in begun(state)]
     assert together[:5] == ["vLLM", "vLLM asleep", "vLLM in a run", "vLLM in a deterministic run", "kernels of the trainer"]
-    assert len(together) == 7
+    assert len(together) == 8
 
 
 def test_two_parts_run_side_by_side_on_two_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,7 +224,7 @@ class SleepyServer:
 
 @pytest.mark.parametrize(
     ("gives_back", "others", "works"),
-    [(5, (0, 0, 0), True), (5, (0, -16, 0), True), (1, (0, 0, 0), False), (0, (0, 16, 0), False)],
+    [(5, [0] * 5, True), (5, [0, -16, -16, 0, 0], True), (1, [0] * 5, False), (0, [0, 16, 0, 16, 0], False)],
 )
 def test_a_sleeping_server_must_give_back_its_memory_for_keys_whatever_others_take_and_leave(
     gives_back: float, others: Sequence[float], works: bool, monkeypatch: pytest.MonkeyPatch

@@ -83,8 +83,8 @@ graphs and its work have the rest.
 """
 FREED = 0.5
 """The share of the memory for keys and values that a sleeping server must give back at least."""
-SLEEPS = 3
-"""A server sleeps so often. What others take or leave meanwhile seldom meets two of three."""
+SLEEPS = 5
+"""A server sleeps so often. What others take or leave meanwhile seldom meets three of them."""
 CALL_SECONDS = 60.0
 MOST_OF_FREE = 0.9
 """SGLang needs memory beside its share."""

@@ -39,11 +39,11 @@ _ALONE = PartPlan(is_alone=True)
 
 
 def _of_server(name: str, kind: str) -> Mapping[str, PartPlan]:
-    beside = PartPlan(SERVER_SECONDS, gigabytes=10, server=kind)
+    beside = PartPlan(SERVER_SECONDS, gigabytes=8, server=kind)
     return {
         name: beside,
         f"{name} on two GPUs": beside,
-        f"{name} asleep": PartPlan(SERVER_SECONDS, gigabytes=20, server=kind),
+        f"{name} asleep": PartPlan(SERVER_SECONDS, gigabytes=16, server=kind),
         f"{name} in a run": beside,
         f"{name} in a deterministic run": beside,
         f"{name} in real size": PartPlan(SERVER_SECONDS, is_alone=True, server=kind),
