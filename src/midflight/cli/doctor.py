@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from midflight.cli.options import Debug
-from midflight.run.device_check.table import SERVER_SECONDS
 
 if TYPE_CHECKING:
     from midflight.run.launcher.checks.check import Finding
@@ -30,8 +29,8 @@ def doctor(
         str | None,
         typer.Option(
             help=(
-                "Try every path on this device, such as cuda or cpu, in place of the table: ten "
-                f"minutes, and up to {SERVER_SECONDS / 60:.0f} for each server that is here."
+                "Try every path on this device, such as cuda or cpu, in place of the table. It "
+                "takes about ten minutes."
             ),
         ),
     ] = None,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -192,33 +194,42 @@ def test_a_version_comes_in_the_middle_of_an_answer_that_is_made_faster_than_a_v
 
 @dataclass
 class SleepyServer:
-    """The bench of a server on a GPU of 140 GB. It takes 30 GB of what others have left, and 24 of them are free while it sleeps."""
+    """The bench of a server on a GPU of 140 GB that has 5 GB for keys. Others take or leave memory while it falls asleep."""
 
-    gives_back: int
+    gives_back: float
+    others: Sequence[float]
+    """GB that others leave as it falls asleep, each time."""
     kind: str = "vllm"
     bench: Any = None
-    free: int = 40 * 2**30
-    calls: list[str] = field(default_factory=list)
+    key_bytes: int = 5 * 2**30
+    free: float = 40.0
+    asleep: int = 0
 
     def config(self, **given: Any) -> None: ...
 
     @asynccontextmanager
     async def attached(self, size: Any, config: None) -> AsyncGenerator[Any]:
-        self.free -= 30 * 2**30
         yield type("Attached", (), {"engine": None, "url": ""})
 
     def memory(self, device: Any) -> tuple[int, int]:
-        return self.free, 140 * 2**30
+        return int(self.free * 2**30), 140 * 2**30
 
     def post(self, route: str) -> None:
-        self.free += self.gives_back * 2**30 * (1 if "sleep" in route else -1)
+        if "sleep" in route:
+            self.free += self.gives_back + self.others[self.asleep]
+            self.asleep += 1
+        else:
+            self.free -= self.gives_back
 
 
-@pytest.mark.parametrize(("gives_back", "works"), [(24, True), (5, False), (0, False)])
-def test_what_a_sleeping_server_gives_back_is_held_against_what_it_took_and_not_what_others_have(
-    gives_back: int, works: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("gives_back", "others", "works"),
+    [(5, [0] * 5, True), (5, [0, -16, -16, 0, 0], True), (1, [0] * 5, False), (0, [0, 16, 0, 16, 0], False)],
+)
+def test_a_sleeping_server_must_give_back_its_memory_for_keys_whatever_others_take_and_leave(
+    gives_back: float, others: Sequence[float], works: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    at = SleepyServer(gives_back)
+    at = SleepyServer(gives_back, others)
     at.bench = type("Bench", (), {"device": None})
 
     async def said(engine: Any) -> list[int]:
@@ -227,11 +238,59 @@ def test_what_a_sleeping_server_gives_back_is_held_against_what_it_took_and_not_
     monkeypatch.setattr(servers, "_said", said)
     monkeypatch.setattr(servers, "_post", at.post)
     monkeypatch.setattr(torch.cuda, "mem_get_info", at.memory)
+    words = f"{gives_back}.0 GB were given back; it had 5.0 GB for keys and values"
     if works:
-        assert asyncio.run(servers._slept(at)).startswith("24.0 of 30.0 GB were given back")  # type: ignore[arg-type]
+        assert asyncio.run(servers._slept(at)).startswith(words)  # type: ignore[arg-type]
     else:
-        with pytest.raises(Wrong, match=f"{gives_back}.0 of 30.0 GB were given back"):
+        with pytest.raises(Wrong, match=words):
             asyncio.run(servers._slept(at))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("vllm", ["--gpu-memory-utilization=0.094", f"--kv-cache-memory-bytes={5 * 2**29}"]),
+        # a token has two layers of one head of 64 numbers, keys and values in float32
+        ("sglang", ["--mem-fraction-static=0.375", f"--max-total-tokens={5 * 2**29 // (2 * 64 * 2 * 4)}"]),
+    ],
+)
+def test_a_server_takes_three_quarters_of_its_parts_memory_a_third_of_it_for_keys(
+    kind: str, words: Sequence[str], scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * 2**30, 80 * 2**30))
+    bench = Bench(torch.device("cuda"), scratch, room=10 * 2**30)
+    config = servers.ServerBench(bench, kind, Path(sys.executable)).config(size=SMALL, arguments=["--first"])
+    assert config.engine.arguments == ("--first", *words)
+
+
+def test_a_server_on_a_cpu_is_told_nothing_of_memory(bench: Bench) -> None:
+    assert servers.ServerBench(bench, "vllm", Path(sys.executable)).config(size=SMALL).engine.arguments == ()
+
+
+def test_the_real_size_is_tried_where_the_part_has_memory_for_it(scratch: Path) -> None:
+    gpu = Bench(torch.device("cuda"), scratch, room=REAL.needs)
+    assert gpu.sizes == (SMALL, REAL) and not gpu.why_not_real
+    small = replace(gpu, room=REAL.needs - 1)
+    assert small.sizes == (SMALL,) and "of cuda are free, and the real size takes" in small.why_not_real
+
+
+def test_two_processes_that_want_one_model_make_it_once(tmp_path: Path) -> None:
+    program = """
+import sys, torch
+from pathlib import Path
+from midflight.run.device_check import bench
+made = bench.make_model
+def counted(**given):
+    print("made", flush=True)
+    return made(**given)
+bench.make_model = counted
+model = bench.Bench(torch.device("cpu"), Path(sys.argv[1])).model(bench.SMALL)
+print(float(sum(p.double().sum() for p in model.parameters())), flush=True)
+"""
+    words = [sys.executable, "-c", program, str(tmp_path)]
+    processes = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [process.communicate()[0].splitlines() for process in processes]
+    assert sorted(len(lines) for lines in said) == [1, 2] and said[0][-1] == said[1][-1]
 
 
 def test_a_step_in_one_order_is_asked_for_before_the_first_product_of_its_process(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,4 +334,4 @@ def test_the_speeds_of_decoding_in_real_size_take_a_third_of_their_parts_time_at
     monkeypatch.setattr(speeds, "copied_bytes", lambda bench: 1.0)
     for running in REAL.running:
         speeds._decoding(Stub(), REAL, running, dtype="bfloat16")  # type: ignore[arg-type]
-    assert STEP_SECONDS * sum(steps) < PARTS["speeds"] / 3
+    assert STEP_SECONDS * sum(steps) < PARTS["speeds"].seconds / 3

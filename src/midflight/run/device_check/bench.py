@@ -4,6 +4,7 @@ trial ends.
 
 from __future__ import annotations
 
+import fcntl
 import secrets
 import statistics
 import time
@@ -23,6 +24,7 @@ from midflight.models.load import load_model
 from midflight.models.proof import described, own_logprobs
 from midflight.observe.readable import size as readable_size
 from midflight.run.device_check.report import DeviceTrial, TrialOutcome
+from midflight.run.device_check.table import GIB, REAL_GIGABYTES
 from midflight.text.byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 from midflight.text.tokenizer import Tokenizer
 from midflight.trainer.credit import Scoring
@@ -103,7 +105,7 @@ REAL = BenchSize(
     answer=256,
     groups=16,
     micro_batch=8192,
-    needs=20 * 2**30,
+    needs=REAL_GIGABYTES * GIB,
 )
 """A Qwen3 of 28 layers. A step takes weights, gradients and two moments in float32, 9 GB, and the
 logits of a micro-batch, 5 GB, with their gradient.
@@ -157,6 +159,10 @@ class Bench:
 
     device: torch.device
     scratch: Path
+    room: int = 0
+    """The bytes of a GPU's memory that trials may take. Other parts may take the rest."""
+    prefix: str = "midflight-doctor-"
+    """The beginning of the names of shared memory."""
 
     @property
     def is_cuda(self) -> bool:
@@ -177,34 +183,22 @@ class Bench:
         """The reason why nothing is tried in real size. Empty if it is."""
         if not self.is_cuda:
             return f"{self.device} is no GPU, and the real size would take it more than ten minutes"
-        free, _ = torch.cuda.mem_get_info(self.device)
-        if free < REAL.needs:
+        if self.room < REAL.needs:
             return (
-                f"{readable_size(free)} of {self.device} are free, and the real size takes "
+                f"{readable_size(self.room)} of {self.device} are free, and the real size takes "
                 f"{readable_size(REAL.needs)}"
             )
         return ""
 
     def folder(self, size: BenchSize, *, seed: int = 0) -> Path:
-        """The folder of a model of random weights, which is made when it is first asked for."""
+        """The folder of a model of random weights, which is made when it is first asked for. Waits
+        while another part makes it.
+        """
         folder = self.scratch / f"{size.name.replace(' ', '-')}-{seed}"
-        if not folder.exists():
-            tokenizer = self.scratch / "tokenizer"
-            write_byte_tokenizer(tokenizer)
-            model = make_model(
-                vocab_size=size.vocabulary,
-                hidden_size=size.hidden,
-                intermediate_size=size.inner,
-                num_layers=size.layers,
-                num_heads=size.heads,
-                num_kv_heads=size.kv_heads,
-                max_context=size.context,
-                seed=seed,
-                dtype="float32",
-            )
-            if size is SMALL:
-                _speak_up(model)
-            export_model(model, tokenizer, folder)
+        with folder.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # free as soon as this process is dead
+            if not folder.exists():
+                _make_model(folder, size, seed=seed)
         return folder
 
     def model(
@@ -235,7 +229,7 @@ class Bench:
 
     def segment(self) -> str:
         """A name for shared memory that no other process has."""
-        return f"midflight-doctor-{secrets.token_hex(4)}"
+        return f"{self.prefix}{secrets.token_hex(4)}"
 
     def seconds(self, deed: Callable[[], object], *, rounds: int = 3) -> float:
         """The median of so many rounds of a deed, with all that it has left to the device. One round
@@ -254,6 +248,26 @@ class Bench:
         """Waits until the device has done all that it was given."""
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
+
+
+def _make_model(folder: Path, size: BenchSize, *, seed: int) -> None:
+    """Writes a model with its tokenizer into the folder."""
+    tokenizer = folder.with_suffix(".tokenizer")
+    write_byte_tokenizer(tokenizer)
+    model = make_model(
+        vocab_size=size.vocabulary,
+        hidden_size=size.hidden,
+        intermediate_size=size.inner,
+        num_layers=size.layers,
+        num_heads=size.heads,
+        num_kv_heads=size.kv_heads,
+        max_context=size.context,
+        seed=seed,
+        dtype="float32",
+    )
+    if size is SMALL:
+        _speak_up(model)
+    export_model(model, tokenizer, folder)
 
 
 def _speak_up(model: PreTrainedModel) -> None:

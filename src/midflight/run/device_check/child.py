@@ -1,9 +1,10 @@
 """The process of one part of a device's check: a fault of the device, or a hang, ends no other part.
 
-    python -m midflight.run.device_check.child DEVICE FOLDER SECONDS PART
+    python -m midflight.run.device_check.child DEVICE FOLDER SECONDS ROOM PART
 
 It writes `CheckedDevice` as JSON to its standard output, then a `DeviceTrial` for each thing that was tried, one a
-line. After so many seconds it writes its stacks to standard error and ends.
+line. After so many seconds it writes its stacks to standard error and ends. ROOM is the bytes of the device's memory
+that it may take: other parts run beside it.
 """
 
 from __future__ import annotations
@@ -33,11 +34,31 @@ from midflight.run.device_check import (
     whole_run,
 )
 from midflight.run.device_check.bench import Bench
+from midflight.run.device_check.lanes import num_lanes
+from midflight.run.device_check.part_process import WRONG
 from midflight.run.device_check.report import CheckedDevice, DeviceTrial
+from midflight.run.device_check.table import FIRST, PARTS, segment_prefix
 from midflight.version import described
 
-TRIALS: Mapping[str, Callable[[Bench], Iterator[DeviceTrial]]] = {
-    "what it could do at most": speeds.limits,
+Trials = Callable[[Bench], Iterator[DeviceTrial]]
+
+
+def _of_server(name: str, kind: str) -> Mapping[str, Trials]:
+    parts: Mapping[str, Callable[[servers.ServerBench], Iterator[DeviceTrial]]] = {
+        name: servers.small,
+        f"{name} on two GPUs": servers.on_two_gpus,
+        f"{name} asleep": servers.asleep,
+        f"{name} in a run": partial(servers.in_a_run, deterministic=False),
+        f"{name} in a deterministic run": partial(servers.in_a_run, deterministic=True),
+        f"{name} in real size": servers.real,
+    }
+    return {
+        part: partial(servers.servers, kind=kind, trials=trials) for part, trials in parts.items()
+    }
+
+
+TRIALS: Mapping[str, Trials] = {
+    FIRST: speeds.limits,
     "kernels of the trainer": kernels.trainer_kernels,
     "kernels of the embedded engine": kernels.engine_kernels,
     "versions in mid-answer": swaps.swaps,
@@ -49,15 +70,14 @@ TRIALS: Mapping[str, Callable[[Bench], Iterator[DeviceTrial]]] = {
     "a step in one order": sameness.one_order,
     "speeds": speeds.speeds,
     "a whole run": whole_run.whole_run,
-    "vLLM": partial(servers.servers, kind="vllm"),
-    "SGLang": partial(servers.servers, kind="sglang"),
+    "a whole run in real size": whole_run.real_run,
+    **_of_server("vLLM", "vllm"),
+    **_of_server("SGLang", "sglang"),
 }
-WRONG = 2
-"""The exit status if there is no such device."""
 
 
 def main() -> int:
-    device, folder, seconds, part = sys.argv[1:]
+    device, folder, seconds, room, part = sys.argv[1:]
     faulthandler.dump_traceback_later(float(seconds), exit=True)
     # prints of libraries must not come between the lines
     out = os.fdopen(os.dup(1), "w")
@@ -68,11 +88,17 @@ def main() -> int:
         out.flush()
 
     try:
-        bench = Bench(existing(device), Path(folder))
+        bench = Bench(
+            existing(device),
+            Path(folder),
+            room=int(room),
+            prefix=segment_prefix(Path(folder), part),
+        )
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return WRONG
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))
+    beside = 2 if PARTS[part].is_alone else num_lanes()
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // beside))
     say(about(bench.device))
     for trial in TRIALS[part](bench):
         say(trial)
@@ -103,8 +129,10 @@ def existing(name: str) -> torch.device:
 
 def about(device: torch.device) -> CheckedDevice:
     title = platform.processor() or platform.machine()
+    memory = 0
     if device.type == "cuda":
         title = torch.cuda.get_device_name(device)
+        memory, _ = torch.cuda.mem_get_info(device)
     versions = {
         "Midflight": described(),
         "Python": platform.python_version(),
@@ -112,7 +140,7 @@ def about(device: torch.device) -> CheckedDevice:
         "CUDA": torch.version.cuda or "none",
         "transformers": metadata.version("transformers"),
     }
-    return CheckedDevice(title, versions)
+    return CheckedDevice(title, versions, memory)
 
 
 if __name__ == "__main__":

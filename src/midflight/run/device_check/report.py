@@ -56,6 +56,8 @@ class CheckedDevice(msgspec.Struct, frozen=True, tag=True):
     """The name of the device, as its maker has it."""
     versions: dict[str, str]
     """The versions of Midflight, Python and the packages that compute."""
+    memory: int = 0
+    """The bytes of its memory that are free. 0 if it has none of its own."""
 
 
 class Part(msgspec.Struct, frozen=True):

@@ -6,21 +6,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
-import sys
 import time
 import urllib.request
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 
 import msgspec
 import torch
 
+from midflight.config.gpu_memory import SHARE_OPTIONS
 from midflight.config.load import load_config
 from midflight.config.sections import Config
 from midflight.engines.servers.direct import DirectLoader
@@ -32,6 +31,7 @@ from midflight.engines.servers.sglang import SglangServer
 from midflight.engines.servers.vllm import VllmServer
 from midflight.errors import EngineError, first_error
 from midflight.models.names import named_tensors
+from midflight.models.sizes import sizes_of
 from midflight.run.device_check.bench import (
     PROMPT,
     REAL,
@@ -49,12 +49,13 @@ from midflight.run.device_check.bench import (
     tried,
     within,
 )
+from midflight.run.device_check.interpreters import NAMES, interpreter
 from midflight.run.device_check.report import DeviceTrial, TrialOutcome
 from midflight.run.device_check.speeds import copied_bytes
 from midflight.run.device_check.swaps import MODES, answered_across, checked_answer
+from midflight.run.device_check.table import GIB
 from midflight.run.device_check.whole_run import run_training
 from midflight.run.engine.server_process import started
-from midflight.run.launcher.checks.engines import SERVERS
 from midflight.text.tokenizer import Tokenizer
 from midflight.types import GenerateRequest, PauseMode, SamplingParams
 from midflight.weights.transports.broadcast import BroadcastPublisher
@@ -64,7 +65,6 @@ from midflight.weights.transports.memory_files import shared_places
 from midflight.weights.transports.publisher import Publisher
 from midflight.weights.transports.select import publisher, receiver
 
-NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
 START_SECONDS = 180.0
 SLEEP = {
     "vllm": ("/sleep?level=1", "/wake_up", ["--enable-sleep-mode"]),
@@ -75,51 +75,31 @@ SLEEP = {
     ),
 }
 """Routes that give a server's memory back and take it again, and the options that open them."""
-FREED = 0.3
-"""The least share of a sleeping server's memory on the GPU that must be free."""
+SERVER_SHARE = 0.75
+"""The share of a part's memory that its server has. Models and trainers beside it have the rest."""
+KEYS_SHARE = 1 / 3
+"""The share of a server's memory that is for keys and values of its requests. Its weights, its
+graphs and its work have the rest.
+"""
+FREED = 0.5
+"""The share of the memory for keys and values that a sleeping server must give back at least."""
+SLEEPS = 5
+"""A server sleeps so often. What others take or leave meanwhile seldom meets three of them."""
 CALL_SECONDS = 60.0
+MOST_OF_FREE = 0.9
+"""SGLang needs memory beside its share."""
 
 
-def servers(bench: Bench, kind: str) -> Iterator[DeviceTrial]:
-    """Yields the trials of the server of that kind."""
-    name = NAMES[kind]
+def servers(
+    bench: Bench, kind: str, trials: Callable[[ServerBench], Iterator[DeviceTrial]]
+) -> Iterator[DeviceTrial]:
+    """Yields these trials of the server of that kind, which is here."""
     python = interpreter(kind)
-    if python is None:
-        why = f"{name} is not here: make engines, or name its interpreter in {SERVERS[kind]}"
-        for what in (
-            "tokens and log-probabilities",
-            "a version in mid-answer",
-            "taking a version back",
-            "its own transfer engine",
-            "sleep and wake",
-            "tensor-parallel 2",
-            "mismatch before and after engine.deterministic",
-        ):
-            yield not_tried(f"{name}: {what}", why)
-        return
+    assert python is not None, "the check tries no server that is not here"
     if bench.device.type not in ("cpu", "cuda"):
-        yield not_tried(name, f"it computes on cpu or cuda, not {bench.device.type}")
+        yield not_tried(NAMES[kind], f"it computes on cpu or cuda, not {bench.device.type}")
         return
-    at = _ServerBench(bench, kind, python)
-    for size in bench.sizes:
-        yield from as_they_come(at.trials(size))
-    if bench.why_not_real:
-        yield not_tried(f"{name} in real size", bench.why_not_real)
-    yield from _own_engine(at)
-    yield from _tensor_parallel(at)
-    yield from _sleep_and_wake(at)
-    yield from _deterministic(at)
-
-
-def interpreter(kind: str) -> Path | None:
-    """The Python of an environment that has the server: the one that its variable names, else that
-    of `make engines`, else this one. None if there is none.
-    """
-    named = os.environ.get(SERVERS[kind])
-    for path in (named, f".venv-{kind}/bin/python"):
-        if path and os.access(path, os.X_OK):
-            return Path(path).absolute()
-    return Path(sys.executable) if find_spec(kind) is not None else None
+    yield from trials(ServerBench(bench, kind, python))
 
 
 def as_they_come(trials: AsyncGenerator[DeviceTrial]) -> Iterator[DeviceTrial]:
@@ -177,7 +157,9 @@ class _Attached:
 
 
 @dataclass(frozen=True, slots=True)
-class _ServerBench:
+class ServerBench:
+    """What the trials of a server work with."""
+
     bench: Bench
     kind: str
     python: Path
@@ -218,12 +200,37 @@ class _ServerBench:
             f"engine.start_seconds={START_SECONDS}",
             f"engine.servers=[{{tensor_parallel={tensor_parallel}}}]",
         ]
-        words = list(arguments)
-        if self.bench.is_cuda:  # the trials have models beside it
-            option = "--gpu-memory-utilization" if self.kind == "vllm" else "--mem-fraction-static"
-            words.append(f"{option}=0.5")
+        words = [*arguments, *self.memory_words(size)]
         settings.append(f"engine.arguments={json.dumps(words)}")
         return load_config(None, [*settings, *more])
+
+    @property
+    def key_bytes(self) -> int:
+        """The memory of a GPU that the server has for keys and values."""
+        return int(self.bench.room * SERVER_SHARE * KEYS_SHARE)
+
+    def memory_words(self, size: BenchSize) -> Sequence[str]:
+        """The options that give a server its share of the part's room on a GPU.
+
+        The memory for keys and values is given in bytes or tokens: else a server measures what is
+        free on the GPU, and refuses to start where others take or leave memory meanwhile.
+        """
+        if not self.bench.is_cuda:
+            return ()
+        free, total = torch.cuda.mem_get_info(self.bench.device)
+        share = self.bench.room * SERVER_SHARE
+        if self.kind == "vllm":
+            return (
+                f"{SHARE_OPTIONS['vllm']}={share / total:.3f}",
+                f"--kv-cache-memory-bytes={self.key_bytes}",
+            )
+        # SGLang's share is one of what is free as it starts
+        dtype = "bfloat16" if size is REAL else "float32"
+        token_bytes = sizes_of(self.bench.folder(size)).kv_bytes_per_token(dtype)
+        return (
+            f"{SHARE_OPTIONS['sglang']}={min(share / free, MOST_OF_FREE):.3f}",
+            f"--max-total-tokens={self.key_bytes // token_bytes}",
+        )
 
     @asynccontextmanager
     async def attached(
@@ -288,12 +295,12 @@ class _ServerBench:
             lambda: self.said_and_computed(engine, size),
             remedy=self.other_engine,
         )
-        yield await tried_while(
-            f"{at}: tokens a second, {max(size.running)} together",
-            lambda: self._speed(engine, size),
-            remedy=self.other_engine,
-        )
         if size is REAL:
+            yield await tried_while(
+                f"{at}: tokens a second, {max(size.running)} together",
+                lambda: self._speed(engine, size),
+                remedy=self.other_engine,
+            )
             return
         version = 1
         for transport in (SHARED_MEMORY, DIRECT):
@@ -357,9 +364,8 @@ class _ServerBench:
         began = time.monotonic()
         await whole(200)
         taken = time.monotonic() - began
-        width = 2 if size is REAL else 4
         model = self.bench.model(size, device=torch.device("cpu"))
-        num_bytes = width * sum(parameter.numel() for parameter in model.parameters())
+        num_bytes = 2 * sum(parameter.numel() for parameter in model.parameters())
         at_most = number * copied_bytes(self.bench) / num_bytes
         return Found(
             f"{number * size.answer / taken:,.0f} tokens/s",
@@ -480,10 +486,29 @@ async def _said(engine: ServerEngine) -> list[int]:
     return await _collected(engine, replace(request, sampling=greedy, seeded=False))
 
 
-# --- With other command lines ---------------------------------------------------------------------
+# --- Its parts ---------------------------------------------------------------------
 
 
-def _own_engine(at: _ServerBench) -> Iterator[DeviceTrial]:
+def small(at: ServerBench) -> Iterator[DeviceTrial]:
+    """Yields the trials of a small server."""
+    yield from as_they_come(at.trials(SMALL))
+
+
+def real(at: ServerBench) -> Iterator[DeviceTrial]:
+    """Yields the trials of a server in real size, with its speed."""
+    if at.bench.why_not_real:
+        yield not_tried(f"{at.name} in real size", at.bench.why_not_real)
+    else:
+        yield from as_they_come(at.trials(REAL))
+
+
+def on_two_gpus(at: ServerBench) -> Iterator[DeviceTrial]:
+    """Yields the trials of a server that shares no GPU with the trainer, and of one on two GPUs."""
+    yield from _own_engine(at)
+    yield from _tensor_parallel(at)
+
+
+def _own_engine(at: ServerBench) -> Iterator[DeviceTrial]:
     what = f"{at.name}: versions by its own transfer engine"
     if at.bench.is_cuda and at.bench.num_devices < 2:
         yield not_tried(what, f"it takes two GPUs, and {at.bench.num_devices} is here")
@@ -497,7 +522,7 @@ def _own_engine(at: _ServerBench) -> Iterator[DeviceTrial]:
         )
 
 
-async def _by_own_engine(at: _ServerBench) -> str:
+async def _by_own_engine(at: ServerBench) -> str:
     more = ["weights.transport=direct"]
     if at.bench.is_cuda:  # the trainer's end has the first GPU
         more += ["trainer.device=cuda:0", "engine.device=cuda:1"]
@@ -507,7 +532,7 @@ async def _by_own_engine(at: _ServerBench) -> str:
             return await at.by_own_engine(server, outbox)
 
 
-def _tensor_parallel(at: _ServerBench) -> Iterator[DeviceTrial]:
+def _tensor_parallel(at: ServerBench) -> Iterator[DeviceTrial]:
     what = f"{at.name}: tensor-parallel 2"
     if not at.bench.is_cuda:
         yield not_tried(what, "two processes of a server on these cores are no trial of a GPU")
@@ -523,7 +548,7 @@ def _tensor_parallel(at: _ServerBench) -> Iterator[DeviceTrial]:
         )
 
 
-async def _in_two(at: _ServerBench) -> Found:
+async def _in_two(at: ServerBench) -> Found:
     config = at.config(size=SMALL, tensor_parallel=2)
     async with at.attached(SMALL, config) as server:
         with _sender(at.bench, DIRECT) as outbox:
@@ -531,7 +556,8 @@ async def _in_two(at: _ServerBench) -> Found:
         return await at.said_and_computed(server.engine, SMALL)
 
 
-def _sleep_and_wake(at: _ServerBench) -> Iterator[DeviceTrial]:
+def asleep(at: ServerBench) -> Iterator[DeviceTrial]:
+    """Yields the trial of a server that gives its memory back and takes it again."""
     what = f"{at.name}: sleep and wake"
     if not at.bench.is_cuda:
         yield not_tried(what, f"{at.name} gives back the memory of GPUs alone")
@@ -539,24 +565,27 @@ def _sleep_and_wake(at: _ServerBench) -> Iterator[DeviceTrial]:
     yield asyncio.run(tried_while(what, lambda: _slept(at), remedy="leave engine.share out"))
 
 
-async def _slept(at: _ServerBench) -> str:
-    """Holds what the server gives back against what it has taken since its start: other processes
-    may have memory of the GPU too.
+async def _slept(at: ServerBench) -> str:
+    """Holds what the server gives back against the memory that it was told to take for keys and
+    values: other processes may take and leave memory of the GPU too.
     """
     sleep, wake, options = SLEEP[at.kind]
     config = at.config(size=SMALL, arguments=options)
-    free_before = _free(at.bench)
+    changes: list[int] = []
     async with at.attached(SMALL, config) as server:
         before = await _said(server.engine)
-        free_awake = _free(at.bench)
-        await asyncio.to_thread(_post, server.url + sleep)
-        free_asleep = _free(at.bench)
-        await asyncio.to_thread(_post, server.url + wake)
+        for _ in range(SLEEPS):
+            free_awake = _free(at.bench)
+            await asyncio.to_thread(_post, server.url + sleep)
+            changes.append(_free(at.bench) - free_awake)
+            await asyncio.to_thread(_post, server.url + wake)
         after = await _said(server.engine)
-    taken = free_before - free_awake
-    given = free_asleep - free_awake
-    said = f"{given / 2**30:.1f} of {taken / 2**30:.1f} GB were given back"
-    if given <= 0 or given < FREED * taken:
+    given = median(changes)
+    said = (
+        f"{given / GIB:.1f} GB were given back; it had {at.key_bytes / GIB:.1f} GB for keys and "
+        "values"
+    )
+    if given < FREED * at.key_bytes:
         raise Wrong(said)
     if after != before:
         raise Wrong("the answer after it is another")
@@ -576,28 +605,29 @@ def _post(url: str) -> None:
         answer.read()
 
 
-def _deterministic(at: _ServerBench) -> Iterator[DeviceTrial]:
-    settings = [f"engine.kind={at.kind}", f"engine.python={at.python}", "engine.dtype=bfloat16"]
-    if at.bench.is_cuda:
-        option = "--gpu-memory-utilization" if at.kind == "vllm" else "--mem-fraction-static"
-        settings.append(f"engine.arguments={json.dumps([f'{option}=0.3'])}")
-    for switch, remedy in ((False, at.other_engine), (True, "remove engine.deterministic")):
-        word = "with" if switch else "without"
-        what = f"{at.name}: mismatch of a run in bfloat16 {word} engine.deterministic"
-        if switch and not at.bench.is_cuda:
-            yield not_tried(what, f"{at.name} has such kernels for GPUs alone")
-            continue
-        own = [*settings, f"engine.deterministic={str(switch).lower()}"]
-        yield tried(
-            what,
-            lambda own=own, word=word: _mismatch(at, own, word),
-            remedy=remedy,
-        )
-
-
-def _mismatch(at: _ServerBench, settings: Sequence[str], word: str) -> Found:
-    found = run_training(at.bench, SMALL, f"{at.kind}-{word}", settings)
-    return Found(
-        f"engine and trainer {found.mismatch:.2g} nats apart in the mean, "
-        f"{found.tokens_a_second:,.0f} tokens/s"
+def in_a_run(at: ServerBench, *, deterministic: bool) -> Iterator[DeviceTrial]:
+    """Yields the trial of a run with such a server. It says no speed, because other parts run beside
+    it.
+    """
+    word = "with" if deterministic else "without"
+    what = f"{at.name}: mismatch of a run in bfloat16 {word} engine.deterministic"
+    if deterministic and not at.bench.is_cuda:
+        yield not_tried(what, f"{at.name} has such kernels for GPUs alone")
+        return
+    yield tried(
+        what,
+        lambda: _mismatch(at, word, deterministic=deterministic),
+        remedy="remove engine.deterministic" if deterministic else at.other_engine,
     )
+
+
+def _mismatch(at: ServerBench, word: str, *, deterministic: bool) -> Found:
+    settings = [
+        f"engine.kind={at.kind}",
+        f"engine.python={at.python}",
+        "engine.dtype=bfloat16",
+        f"engine.arguments={json.dumps(at.memory_words(SMALL))}",
+        f"engine.deterministic={str(deterministic).lower()}",
+    ]
+    found = run_training(at.bench, SMALL, f"{at.kind}-{word}", settings)
+    return Found(f"engine and trainer {found.mismatch:.2g} nats apart in the mean")
