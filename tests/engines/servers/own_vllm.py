@@ -81,6 +81,8 @@ class Worker:
     def __init__(self, whole: Mapping[str, Tensor], rank: int, count: int, device: torch.device) -> None:
         self.model = Shards(whole, rank, count, device)
         self.update = midflight_direct.OwnUpdate(self.model)
+        self.target: Any = self.model
+        """The model that the update loads."""
         self.fails_at: int | None = None
         """The number of the bucket that it cannot load."""
         self._rank, self._device = rank, device
@@ -96,11 +98,19 @@ class Worker:
         self._group = ProcessGroupGloo(PrefixStore("nccl_id", self._store), info["rank_offset"] + self._rank, info["world_size"], options)
         self._bucket_bytes = info["packed_buffer_size_bytes"]
 
+    def state(self) -> dict[str, object]:
+        return {**midflight_direct.NOTHING_ORDERED, **self.update.state(), "stages": self.update.can_stage}
+
     def shutdown(self) -> None:
         self._group = self._store = None
 
+    def stage(self, served: str) -> None:
+        self.update.clear(served)
+        self.target = midflight_direct.beside(self.model)
+        self.update.stage(self.target)
+
     def start(self) -> None:
-        self._served = self.model.opens()
+        self._served = self.target.opens()
 
     def receive(self, info: dict[str, Any]) -> None:
         pack: list[tuple[str, list[int], torch.dtype]] = []
@@ -124,12 +134,13 @@ class Worker:
         parts = bucket.split([math.prod(shape) * dtype.itemsize for _, shape, dtype in pack])
         weights = [(name, part.view(dtype).view(shape)) for part, (name, shape, dtype) in zip(parts, pack, strict=True)]
         self.update.arrive(weights)
-        self.model.load_weights(weights)
+        self.target.load_weights(weights)
 
     def finish(self) -> None:
         assert self._served is not None
-        self.model.closes(self._served)
+        self.target.closes(self._served)
         self._served = None
+        self.target = self.model
 
 
 class StubVllm(FakeVllm):
@@ -209,7 +220,12 @@ class StubVllm(FakeVllm):
         if info.keys() != {"names", "dtype_names", "shapes"}:
             raise Refusal(f"update_info has {sorted(info)}")
         self._active = False
-        self._each(lambda worker: worker.receive(info))
+        try:
+            self._each(lambda worker: worker.receive(info))
+        except Exception:
+            for worker in self.workers:
+                worker.target = worker.model
+            raise
         self._active = True
 
     def _finish(self, body: dict[str, Any]) -> None:
@@ -222,8 +238,10 @@ class StubVllm(FakeVllm):
     def _rpc(self, method: str, args: tuple[str, ...] = ()) -> object:
         deeds: dict[str, Callable[..., object]] = {
             "midflight_keep": lambda worker: worker.update.begin(*args),
+            "midflight_stage": lambda worker: worker.stage(*args),
+            "midflight_swap": lambda worker: worker.update.swap(*args),
             "midflight_take_back": lambda worker: worker.update.take_back(*args),
-            "midflight_landed": lambda worker: {**midflight_direct.NOTHING_ORDERED, **worker.update.state()},
+            "midflight_landed": lambda worker: worker.state(),
         }
         if method not in deeds:
             return {"results": ["True" for _ in self.workers]}
