@@ -84,7 +84,8 @@ class Worker:
         self.target: Any = self.model
         """The model that the update loads."""
         self.fails_at: int | None = None
-        """The number of the bucket that it cannot load."""
+        """The number of the bucket that it cannot load, of an update."""
+        self._number = 0
         self._rank, self._device = rank, device
         self._group: Any = None
         self._bucket_bytes = 0
@@ -111,25 +112,27 @@ class Worker:
 
     def start(self) -> None:
         self._served = self.target.opens()
+        self._number = 0
 
     def receive(self, info: dict[str, Any]) -> None:
         pack: list[tuple[str, list[int], torch.dtype]] = []
-        number, size = 0, 0
+        size = 0
         for name, dtype, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
             pack.append((name, shape, getattr(torch, dtype)))
             size += math.prod(shape) * pack[-1][2].itemsize
             if size > self._bucket_bytes:
-                self._bucket(pack, size, number)
-                pack, number, size = [], number + 1, 0
+                self._bucket(pack, size)
+                pack, size = [], 0
         if pack:
-            self._bucket(pack, size, number)
+            self._bucket(pack, size)
 
-    def _bucket(self, pack: list[tuple[str, list[int], torch.dtype]], size: int, number: int) -> None:
+    def _bucket(self, pack: list[tuple[str, list[int], torch.dtype]], size: int) -> None:
         bucket = torch.empty(size, dtype=torch.uint8, device=self._device)
         options = BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         self._group.broadcast([bucket], options).wait()
-        if self.fails_at == number:
+        self._number += 1
+        if self.fails_at == self._number - 1:
             raise Refusal("out of memory")
         parts = bucket.split([math.prod(shape) * dtype.itemsize for _, shape, dtype in pack])
         weights = [(name, part.view(dtype).view(shape)) for part, (name, shape, dtype) in zip(parts, pack, strict=True)]

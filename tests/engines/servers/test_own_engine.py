@@ -167,7 +167,7 @@ def test_i7_a_bucket_that_comes_damaged_or_cannot_be_loaded_beside_leaves_what_i
             changed.setattr(BroadcastGroup, "broadcast", lambda group, part: sent(group, part.clone().bitwise_xor_(1)))
             with pytest.raises(EngineError, match="bucket 0 of worker 0 is not what was sent"):
                 await engine.stage(manifest)
-        stub.workers[1].fails_at = 0
+        stub.workers[1].fails_at = 1
         with pytest.raises(EngineError, match="out of memory"):
             await engine.stage(manifest)
         assert stub.holds(weights(1)) and stub.label == "1"
