@@ -117,7 +117,9 @@ class Loader:
         if isinstance(engine, DirectTransfer):
             return engine.double_buffer.state()
         update = self._midflight_update()
-        return {**NOTHING_ORDERED, **update.state(), "stages": update.can_stage}
+        # a release without it can load in the pause only
+        stages = update.can_stage and hasattr(engine, "set_weight_update_target")
+        return {**NOTHING_ORDERED, **update.state(), "stages": stages}
 
     def midflight_let_go(self) -> None:
         """Gives back the memory of the weights that came straight and are not served."""
