@@ -128,7 +128,7 @@ def by_handles(config: Config) -> bool:
 
 
 BY_SERVER_ENGINE = (
-    "the server's own transfer engine receives versions, in the pause; untested on a GPU "
+    "the server's own transfer engine receives versions; untested on a GPU "
     "(weights.server_engine = false turns it off)"
 )
 
@@ -137,7 +137,8 @@ def by_server_engine(config: Config) -> bool:
     """True if the servers' own transfer engines receive versions. Untested on a GPU.
 
     SGLang's takes them in servers that are laid over GPUs by tensor only, and we ask the same of
-    vLLM. In the pause no worker waits for another, so that a server may have several GPUs.
+    vLLM. All workers of a server receive between the same two steps, so that it may have several
+    GPUs.
     """
     servers = config.engine.servers
     return (

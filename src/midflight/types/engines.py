@@ -226,3 +226,7 @@ class WorkerState:
     """True if it keeps the weights that are served while the server's own engine brings others, so
     that they can be taken back.
     """
+    stages: bool = False
+    """True if the server's own engine can bring others beside them while it generates: the device
+    has room.
+    """

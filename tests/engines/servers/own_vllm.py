@@ -81,8 +81,11 @@ class Worker:
     def __init__(self, whole: Mapping[str, Tensor], rank: int, count: int, device: torch.device) -> None:
         self.model = Shards(whole, rank, count, device)
         self.update = midflight_direct.OwnUpdate(self.model)
+        self.target: Any = self.model
+        """The model that the update loads."""
         self.fails_at: int | None = None
-        """The number of the bucket that it cannot load."""
+        """The number of the bucket that it cannot load, of an update."""
+        self._number = 0
         self._rank, self._device = rank, device
         self._group: Any = None
         self._bucket_bytes = 0
@@ -96,40 +99,51 @@ class Worker:
         self._group = ProcessGroupGloo(PrefixStore("nccl_id", self._store), info["rank_offset"] + self._rank, info["world_size"], options)
         self._bucket_bytes = info["packed_buffer_size_bytes"]
 
+    def state(self) -> dict[str, object]:
+        return {**midflight_direct.NOTHING_ORDERED, **self.update.state(), "stages": self.update.can_stage}
+
     def shutdown(self) -> None:
         self._group = self._store = None
 
+    def stage(self, served: str) -> None:
+        self.update.clear(served)
+        self.target = midflight_direct.beside(self.model)
+        self.update.stage(self.target)
+
     def start(self) -> None:
-        self._served = self.model.opens()
+        self._served = self.target.opens()
+        self._number = 0
 
     def receive(self, info: dict[str, Any]) -> None:
         pack: list[tuple[str, list[int], torch.dtype]] = []
-        number, size = 0, 0
+        size = 0
         for name, dtype, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
             pack.append((name, shape, getattr(torch, dtype)))
             size += math.prod(shape) * pack[-1][2].itemsize
             if size > self._bucket_bytes:
-                self._bucket(pack, size, number)
-                pack, number, size = [], number + 1, 0
+                self._bucket(pack, size)
+                pack, size = [], 0
         if pack:
-            self._bucket(pack, size, number)
+            self._bucket(pack, size)
 
-    def _bucket(self, pack: list[tuple[str, list[int], torch.dtype]], size: int, number: int) -> None:
+    def _bucket(self, pack: list[tuple[str, list[int], torch.dtype]], size: int) -> None:
         bucket = torch.empty(size, dtype=torch.uint8, device=self._device)
         options = BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         self._group.broadcast([bucket], options).wait()
-        if self.fails_at == number:
+        self._number += 1
+        if self.fails_at == self._number - 1:
             raise Refusal("out of memory")
         parts = bucket.split([math.prod(shape) * dtype.itemsize for _, shape, dtype in pack])
         weights = [(name, part.view(dtype).view(shape)) for part, (name, shape, dtype) in zip(parts, pack, strict=True)]
         self.update.arrive(weights)
-        self.model.load_weights(weights)
+        self.target.load_weights(weights)
 
     def finish(self) -> None:
         assert self._served is not None
-        self.model.closes(self._served)
+        self.target.closes(self._served)
         self._served = None
+        self.target = self.model
 
 
 class StubVllm(FakeVllm):
@@ -209,7 +223,12 @@ class StubVllm(FakeVllm):
         if info.keys() != {"names", "dtype_names", "shapes"}:
             raise Refusal(f"update_info has {sorted(info)}")
         self._active = False
-        self._each(lambda worker: worker.receive(info))
+        try:
+            self._each(lambda worker: worker.receive(info))
+        except Exception:
+            for worker in self.workers:
+                worker.target = worker.model
+            raise
         self._active = True
 
     def _finish(self, body: dict[str, Any]) -> None:
@@ -222,8 +241,10 @@ class StubVllm(FakeVllm):
     def _rpc(self, method: str, args: tuple[str, ...] = ()) -> object:
         deeds: dict[str, Callable[..., object]] = {
             "midflight_keep": lambda worker: worker.update.begin(*args),
+            "midflight_stage": lambda worker: worker.stage(*args),
+            "midflight_swap": lambda worker: worker.update.swap(*args),
             "midflight_take_back": lambda worker: worker.update.take_back(*args),
-            "midflight_landed": lambda worker: {**midflight_direct.NOTHING_ORDERED, **worker.update.state()},
+            "midflight_landed": lambda worker: worker.state(),
         }
         if method not in deeds:
             return {"results": ["True" for _ in self.workers]}

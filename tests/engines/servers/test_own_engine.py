@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from tests.engines.servers.fakes import attached
-from tests.engines.servers.own_vllm import StubVllm
+from tests.engines.servers.own_vllm import StubVllm, Worker
 from tests.models.tiny import tiny_model
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from midflight.models.names import named_tensors
 from midflight.weights.transports.broadcast import BroadcastPublisher
 from midflight.weights.transports.direct import DirectFeed
 from midflight.weights.transports.process_group import BroadcastGroup
+from midflight.weights.transports.rendezvous import packs
 
 ROUND = ["start_weight_update", "update_weights", "finish_weight_update"]
 Test = Callable[[StubVllm, ServerEngine, BroadcastPublisher], Awaitable[None]]
@@ -29,9 +31,12 @@ def weights(version: int) -> Mapping[str, Tensor]:
     return {name: tensor * (1 + version) for name, tensor in named_tensors(tiny_model()).items()}
 
 
-def on(tmp_path: Path, test: Test, *, workers: int = 2, bucket_bytes: int = 5000) -> None:
+def on(tmp_path: Path, test: Test, *, workers: int = 2, bucket_bytes: int = 5000, stages: bool = False) -> None:
+    """Without `stages` the last worker has no room for weights beside those that it serves."""
+
     async def main() -> None:
         stub = StubVllm(weights(0), workers=workers)
+        stub.workers[-1].update.can_stage = stages
         way = DirectLoader("vllm", DirectFeed(), by_own_engine=True)
         with BroadcastPublisher(bucket_bytes=bucket_bytes, quiet_seconds=0.02) as sender:
             async with asyncio.timeout(60), attached(stub, tmp_path, direct=way) as (engine, _):
@@ -120,6 +125,107 @@ def test_i7_a_version_that_is_gone_before_an_update_has_begun_leaves_what_is_ser
         assert stub.holds(weights(4))
 
     on(tmp_path, test)
+
+
+# --- Beside the weights that are served -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("bucket_bytes", [100, 5000, 10**8])
+def test_i7_where_all_workers_have_room_a_version_comes_bucket_by_bucket_before_the_pause_which_only_swaps(
+    tmp_path: Path, workers: int, bucket_bytes: int
+) -> None:
+    async def test(stub: StubVllm, engine: ServerEngine, sender: BroadcastPublisher) -> None:
+        for version in (1, 2, 3):
+            manifest = sender.publish(version, weights(version))
+            stub.orders.clear()
+            await engine.stage(manifest)
+            buckets = ["update_weights"] * len([*packs(manifest.tensors, bucket_bytes)])
+            orders = ["start_weight_update", *buckets, "finish_weight_update"]
+            assert stub.orders == (["init_weight_transfer_engine", *orders] if version == 1 else orders)
+            assert stub.holds(weights(version - 1)) and stub.label == str(version - 1)
+            stub.calls.clear()
+            attestation = await engine.commit(version)
+            assert attestation.fingerprint == manifest.fingerprint
+            assert stub.holds(weights(version)) and stub.label == str(version)
+            methods = [body.get("method") for path, body in stub.calls if path == "/collective_rpc"]
+            assert "midflight_swap" in methods and "/update_weights" not in [path for path, _ in stub.calls]
+            sender.release(version)
+        assert sender.service.num_groups == 1
+
+    on(tmp_path, test, workers=workers, bucket_bytes=bucket_bytes, stages=True)
+
+
+def test_i7_a_bucket_that_comes_damaged_or_cannot_be_loaded_beside_leaves_what_is_served_and_the_next_attempt_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(stub: StubVllm, engine: ServerEngine, sender: BroadcastPublisher) -> None:
+        await update(engine, sender, 1)
+        manifest = sender.publish(2, weights(2))
+        sent = BroadcastGroup.broadcast
+        with monkeypatch.context() as changed:
+            changed.setattr(BroadcastGroup, "broadcast", lambda group, part: sent(group, part.clone().bitwise_xor_(1)))
+            with pytest.raises(EngineError, match="bucket 0 of worker 0 is not what was sent"):
+                await engine.stage(manifest)
+        stub.workers[1].fails_at = 1
+        with pytest.raises(EngineError, match="out of memory"):
+            await engine.stage(manifest)
+        assert stub.holds(weights(1)) and stub.label == "1"
+        with pytest.raises(EngineError, match="nothing is staged"):
+            await engine.commit(2)
+        stub.workers[1].fails_at = None
+        await engine.stage(manifest)
+        await engine.commit(2)
+        assert stub.holds(weights(2)) and stub.label == "2"
+
+    on(tmp_path, test, stages=True)
+
+
+def test_i7_a_swap_that_one_worker_fails_is_taken_back_in_the_others_and_the_version_comes_in_the_pause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(stub: StubVllm, engine: ServerEngine, sender: BroadcastPublisher) -> None:
+        await update(engine, sender, 1)
+        await engine.stage(sender.publish(2, weights(2)))
+
+        def fails(label: str) -> None:
+            raise RuntimeError("an illegal memory access")
+
+        with monkeypatch.context() as changed:
+            changed.setattr(stub.workers[1].update, "swap", fails)
+            with pytest.raises(EngineError, match=r"an illegal memory access.*It serves version 1 again"):
+                await engine.commit(2)
+        assert stub.holds(weights(1)) and stub.label == "1" and not (await engine.health()).paused
+        stub.orders.clear()
+        await engine.commit(2)
+        assert stub.orders == ROUND and stub.holds(weights(2)) and stub.label == "2"
+        await update(engine, sender, 3)
+        assert stub.holds(weights(3))
+
+    on(tmp_path, test, stages=True)
+
+
+def test_an_update_that_nobody_ended_is_ended_before_the_next_one_comes_beside(tmp_path: Path) -> None:
+    async def test(stub: StubVllm, engine: ServerEngine, sender: BroadcastPublisher) -> None:
+        await update(engine, sender, 1)
+        for worker in stub.workers:
+            worker.stage(stub.label)
+        stub._start()
+        await update(engine, sender, 2)
+        assert stub.holds(weights(2))
+
+    on(tmp_path, test, stages=True)
+
+
+def test_weights_that_an_update_in_place_has_left_half_are_put_back_before_one_comes_beside() -> None:
+    worker = Worker(weights(1), 0, 1, torch.device("cpu"))
+    worker.update.begin("1")
+    for parameter in worker.model.parameters():
+        parameter.data.zero_()
+    worker.stage("1")
+    assert all(torch.equal(worker.model.get_parameter(worker.model.held[name]), tensor) for name, tensor in weights(1).items())
+    with pytest.raises(ValueError, match="not kept"):
+        worker.update.take_back("1", "2")
 
 
 def test_a_version_that_no_servers_own_engine_takes_is_written_as_a_folder_and_the_log_says_why(

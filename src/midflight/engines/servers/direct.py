@@ -1,11 +1,14 @@
 """Weights that come straight into a server's workers, by the server's own routes: received by our
-plugin there while the server generates, or by the server's own transfer engine in the pause.
+plugin there while the server generates, or by the server's own transfer engine.
 
-The companion gives orders and asks what the workers hold. With the plugin the workers only exchange
-in the pause the weights that they serve for those that have come.
+The companion gives orders and asks what the workers hold. With the plugin, and with an engine that
+stages, the workers only exchange in the pause the weights that they serve for those that have come.
+Another engine receives in the pause.
 """
 
 import logging
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from midflight.engines.servers.own_engines import OWN_ENGINES, TORCH_NAMES, OwnEngine
@@ -23,13 +26,15 @@ class DirectLoader:
     """Decides which versions come straight to one server's workers, and brings them."""
 
     def __init__(self, kind: str, feed: WorkerFeed, *, by_own_engine: bool = False) -> None:
-        """With `by_own_engine` the server's own transfer engine receives versions, in the pause."""
+        """With `by_own_engine` the server's own transfer engine receives versions."""
         self._make = WORKERS[kind]
         self._make_own = OWN_ENGINES[kind] if by_own_engine else None
         self._own: OwnEngine | None = None
         """Made for the first version."""
         self._coming: WeightManifest | None = None
-        """The version that the server's own engine receives in the next pause."""
+        """The version that the server's own engine serves next."""
+        self._is_staged = False
+        """True if it has come beside the weights that are served. Otherwise it comes in the pause."""
         self._feed = feed
         self._is_open: bool | None = None
         """True if the server can receive in this way. It is known after the first version."""
@@ -37,6 +42,8 @@ class DirectLoader:
         """True if differences may be sent to the server."""
         self._keeps = False
         """True if an update by the server's own engine can be taken back."""
+        self._stages = False
+        """True if that engine can bring it while the server generates."""
         self._said = set[str]()
 
     @property
@@ -64,6 +71,7 @@ class DirectLoader:
             self._is_open = len(states) > 0
             self._changes = all(state.held is not None for state in states)
             self._keeps = all(state.keeps for state in states)
+            self._stages = all(state.stages for state in states)
         if self._make_own is not None:
             return self._opens_for_own_engine(client, manifest)
         if manifest.deltas and not self._changes:
@@ -87,13 +95,20 @@ class DirectLoader:
         return True
 
     async def bring(self, client: ServerClient, manifest: WeightManifest) -> None:
-        """Waits until each worker holds the version. The server generates meanwhile. For its own
-        engine the version stays with the trainer until `take`.
+        """Waits until each worker holds the version. The server generates meanwhile. For an own
+        engine that does not stage, the version stays with the trainer until `take`.
         """
-        if self._make_own is not None:
-            self._coming = replace(manifest, receivers=1)  # each server has a pause of its own
+        if self._make_own is None:
+            await self._feed.bring(manifest, self._make(client))
             return
-        await self._feed.bring(manifest, self._make(client))
+        self._coming = replace(manifest, receivers=1)  # each server takes it in its own time
+        self._is_staged = False
+        if self._stages:
+            own = self._own_engine(client)
+            own.is_beside = True
+            async with self._ending(own):
+                await self._feed.bring(self._coming, own)
+            self._is_staged = True
 
     async def take(self, client: ServerClient, version: Version, *, recompute: bool) -> None:
         """Serves the version that was brought, or goes back to the one that was served before it.
@@ -102,22 +117,37 @@ class DirectLoader:
         if self._make_own is None:
             await self._make(client).take(version, recompute=recompute)
             return
-        if self._own is None:
-            self._own = self._make_own(client)
+        own = self._own_engine(client)
         coming = self._coming
         if coming is None or coming.version != version:
-            await self._own.take(version, recompute=recompute)
+            await own.take(version, recompute=recompute)
             return
+        is_staged = self._is_staged
+        self._is_staged = False  # a swap that fails is not tried again
+        async with self._ending(own):
+            if not is_staged:
+                own.is_beside = False
+                await self._feed.bring(coming, own)
+            await own.serve(version, recompute=recompute)
+        self._coming = None
+
+    def _own_engine(self, client: ServerClient) -> OwnEngine:
+        assert self._make_own is not None
+        if self._own is None:
+            self._own = self._make_own(client)
+        return self._own
+
+    @asynccontextmanager
+    async def _ending(self, own: OwnEngine) -> AsyncGenerator[None]:
+        """Ends an update that fails in the block."""
         try:
-            await self._feed.bring(coming, self._own)
-            await self._own.serve(version, recompute=recompute)
+            yield
         except EngineError:
-            await self._own.abandon()
+            await own.abandon()
             raise
         except BaseException:
             self._own = None  # what the server has of the version is not known
             raise
-        self._coming = None
 
     async def let_go(self, client: ServerClient) -> None:
         """Lets the workers give back the memory of weights that are not served. The last version

@@ -1,8 +1,13 @@
-"""Weights that a server's own transfer engine receives, in a pause, by the server's public routes:
-vLLM's NCCL engine, and SGLang's update by a process group. Untested on a GPU.
+"""Weights that a server's own transfer engine receives by the server's public routes: vLLM's NCCL
+engine, and SGLang's update by a process group. Untested on a GPU.
 
-They load in place, bucket by bucket, and each worker takes its share. Our plugin adds what they lack:
-it keeps the weights that were served, and says the digest of each bucket that has arrived.
+They load bucket by bucket, and each worker takes its share. Our plugin adds what they lack: it keeps
+the weights that were served, and says the digest of each bucket that has arrived.
+
+| | where it loads | the pause |
+|---|---|---|
+| vLLM, whose GPUs have room for the weights twice | into a model beside the served one, while it generates | exchanges the two |
+| vLLM without that room, and SGLang | in place | is as long as the load |
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +29,11 @@ TORCH_NAMES = {name: torch for torch, name in DTYPE_NAMES.items()}
 class OwnEngine(ServerWorkers, Protocol):
     """One update at a time: `receive`, then `states`, then `serve`. `abandon` ends one that failed;
     then `take` of the version before takes its weights back.
+    """
+
+    is_beside: bool
+    """True if the next `receive` loads beside the served weights, so that it needs no pause. Only
+    workers that say `stages` can.
     """
 
     async def serve(self, version: Version, *, recompute: bool) -> None:
@@ -53,6 +63,7 @@ class SglangOwnEngine:
     """SGLang's update by a process group, which its workers join as `torch.distributed` makes one."""
 
     meets: Meeting = "torch"
+    is_beside = False
 
     def __init__(self, client: ServerClient) -> None:
         self._client = client
@@ -143,13 +154,14 @@ class VllmOwnEngine:
     """vLLM's NCCL engine, whose workers join by NCCL's unique id."""
 
     meets: Meeting = "nccl_id"
+    is_beside = False
 
     def __init__(self, client: ServerClient) -> None:
         self._client = client
         self._plugin = VllmWorkers(client)
         self._joined = False
         self._unfinished = False
-        """True if all buckets of an update are loaded, and vLLM has not been told so."""
+        """True if buckets of an update are loaded, and vLLM has not been told that it is over."""
         self._order: TransferOrder | None = None
         """The update that is under way."""
 
@@ -158,27 +170,30 @@ class VllmOwnEngine:
         return states if self._order is None else _arrived(states, self._order)
 
     async def receive(self, order: TransferOrder) -> None:
-        """Returns when the server has loaded the last bucket. It cuts the buckets by itself."""
+        """Returns when the server has loaded the last bucket. It cuts the buckets by itself. Beside
+        the served weights it loads one bucket at a time, because it makes no step meanwhile.
+        """
         await self._finish()  # what it has loaded is loaded again
         if not order.again:
             await self._join(order)
-        await self._call("midflight_keep", await self._label())
+        await self._prepare()
         self._order = order
-        await self._client.post("/start_weight_update")
-        specs = {name: (dtype, shape) for name, dtype, shape, *_ in order.tensors}
-        names = [name for bucket in order.buckets for name in bucket]
-        info = {
-            "names": names,
-            "dtype_names": [TORCH_NAMES[specs[name][0]] for name in names],
-            "shapes": [specs[name][1] for name in names],
-        }
-        await self._client.post("/update_weights", {"update_info": info})
-        self._unfinished = True  # an update that fails is over for vLLM
+        await self._open()
+        if self.is_beside:
+            for names in order.buckets:
+                await self._update(order, names)
+            await self._finish()
+        else:
+            await self._update(order, [name for bucket in order.buckets for name in bucket])
 
     async def serve(self, version: Version, *, recompute: bool) -> None:
         """See `OwnEngine`. The pause has cleared caches, where they had to be."""
-        self._unfinished = False
-        await self._client.post("/finish_weight_update", {"weight_version": str(version)})
+        if self.is_beside:
+            await self._call("midflight_swap", await self._label())
+            await self._relabel(version)
+        else:
+            self._unfinished = False
+            await self._client.post("/finish_weight_update", {"weight_version": str(version)})
         self._order = None
 
     async def abandon(self) -> None:
@@ -189,7 +204,35 @@ class VllmOwnEngine:
     async def take(self, version: Version, *, recompute: bool) -> None:
         """Takes back the weights that the plugin has kept."""
         await self._call("midflight_take_back", str(version), await self._label())
+        await self._relabel(version)
+
+    async def _relabel(self, version: Version) -> None:
         await self._client.post("/update_weight_version", {"new_version": str(version)})
+
+    async def _prepare(self) -> None:
+        """Makes the workers load the next update beside what they serve, or keep what they serve."""
+        method = "midflight_stage" if self.is_beside else "midflight_keep"
+        await self._call(method, await self._label())
+
+    async def _open(self) -> None:
+        """Begins an update. One that broke off is ended first."""
+        try:
+            await self._client.post("/start_weight_update")
+        except EngineError:
+            await self._client.post("/finish_weight_update", {})
+            await self._prepare()
+            await self._client.post("/start_weight_update")
+
+    async def _update(self, order: TransferOrder, names: Sequence[str]) -> None:
+        specs = {name: (dtype, shape) for name, dtype, shape, *_ in order.tensors}
+        info = {
+            "names": names,
+            "dtype_names": [TORCH_NAMES[specs[name][0]] for name in names],
+            "shapes": [specs[name][1] for name in names],
+        }
+        self._unfinished = False  # an update that fails is over for vLLM
+        await self._client.post("/update_weights", {"update_info": info})
+        self._unfinished = True
 
     async def _finish(self) -> None:
         if self._unfinished:

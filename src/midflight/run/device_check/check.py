@@ -68,7 +68,7 @@ class _DeviceCheck:
         self._say = say
 
     async def run(self) -> None:
-        """Waits for all parts."""
+        """Waits until all parts have ended."""
         await self._in_lanes([name for name in PARTS if name == FIRST], number=1)
         beside = [name for name in in_order(PARTS) if self._is_tried(name)]
         await self._in_lanes(beside, number=num_lanes())

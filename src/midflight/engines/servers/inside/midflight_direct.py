@@ -288,10 +288,16 @@ class OwnUpdate:
         self._copies = {}
         self._is_beside = True
         self._places = []
+        self.beside = None
+        """The model beside the served one: the update that comes, or what was served before it."""
         self.kept = None
         """The label of the weights that can be served again."""
         self.can_keep = keeps_nothing_else(model)
         """True if a layer's weights lie in its parameters and buffers alone."""
+        self.can_stage = self.can_keep and has_room_beside(model)
+        """True if an update may come beside the served weights. It is found out once, because what
+        came or was served before stays beside from then on.
+        """
 
     @torch.no_grad()
     def begin(self, label):
@@ -302,7 +308,7 @@ class OwnUpdate:
         self._arrived = hashes(self._device)
         if label == self.kept:
             return
-        self.kept = None
+        self.forget()
         self._places = []
         tensors = {}
         for module in self._model.modules():
@@ -323,6 +329,27 @@ class OwnUpdate:
             self._copies[key] = known
         self.kept = label
 
+    def clear(self, served):
+        """Gives the memory of what is kept to the next update, which comes beside. What is kept under
+        the label that is served is put back first: an update has broken off since.
+        """
+        if self.kept == served:
+            self.take_back(served, served)
+        self.forget()
+        self._copies = {}
+
+    def stage(self, other):
+        """Begins an update of a model beside the served one."""
+        self._arrived = hashes(self._device)
+        self.beside = other
+
+    def swap(self, label):
+        """Serves the update that has come beside, and keeps what was served under this label."""
+        if self.beside is None or self.kept is not None:
+            raise ValueError("no weights have come beside those that are served")
+        exchange(self._model, self.beside)
+        self.kept = label
+
     def arrive(self, tensors):
         """Takes note of a bucket: (name, tensor) of each whole tensor, in the order of its bytes."""
         self._arrived.add(bytes_of([tensor for _, tensor in tensors]))
@@ -337,6 +364,10 @@ class OwnUpdate:
             if served == label:
                 return
             raise ValueError(f"the weights {label!r} are not kept; kept are {self.kept!r}")
+        if self.beside is not None:
+            for one, other in pairs_of(self._model, self.beside):
+                one.copy_(other)
+            return
         for module, own in self._places:
             for name, value in own.items():
                 vars(module)[name] = value.copy()
@@ -344,8 +375,9 @@ class OwnUpdate:
             one.data.copy_(copy)
 
     def forget(self):
-        """Says that weights came in another way: what is kept is not what they replaced."""
+        """Says that weights come in another way: what is kept is not what they replace."""
         self.kept = None
+        self.beside = None
 
     def state(self):
         return {"arrived": self._arrived.digests(), "keeps": self.can_keep}
@@ -726,6 +758,15 @@ def exchange(model, other):
 @torch.no_grad()
 def exchange_numbers(model, other):
     """Exchanges the numbers of all parameters and buffers. It takes memory for a piece."""
+    for one, theirs in pairs_of(model, other):
+        for a, b in pieces(one, theirs):
+            kept = a.clone()
+            a.copy_(b)
+            b.copy_(kept)
+
+
+def pairs_of(model, other):
+    """Yields each parameter and buffer of a model once, with that of the other model."""
     done = set()
     for ours, theirs in zip(model.modules(), other.modules(), strict=True):
         for name in ("_parameters", "_buffers"):
@@ -733,10 +774,7 @@ def exchange_numbers(model, other):
                 if one is None or id(one) in done:
                     continue
                 done.add(id(one))
-                for a, b in pieces(one.data, getattr(theirs, name)[key].data):
-                    kept = a.clone()
-                    a.copy_(b)
-                    b.copy_(kept)
+                yield one.data, getattr(theirs, name)[key].data
 
 
 def pieces(one, other):

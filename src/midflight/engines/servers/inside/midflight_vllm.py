@@ -9,7 +9,8 @@ weights that come straight from the trainer, by vLLM's own routes. `/init_weight
 begins to receive while vLLM generates, and `/update_weights` in a pause only swaps.
 
 If it was started with another backend, vLLM's own engine receives, and the loader adds what that
-lacks: it keeps the weights that are served, and says the digests of what has arrived.
+lacks: it keeps the weights that are served, and says the digests of what has arrived. Where the GPU
+has room, vLLM's engine loads a model beside the served one while vLLM generates.
 """
 
 import sys
@@ -100,6 +101,7 @@ class Loader:
             if isinstance(self.weight_transfer_engine, DirectTransfer):
                 self.weight_transfer_engine.forget_live()
             elif hasattr(self, "midflight_own_update"):
+                _forget_notes(self.midflight_own_update.beside)
                 self.midflight_own_update.forget()
             tensors = _tensors(files, names)
             _reload(self.model_runner.get_model(), self.model_runner.model_config, tensors)
@@ -114,7 +116,10 @@ class Loader:
             return None
         if isinstance(engine, DirectTransfer):
             return engine.double_buffer.state()
-        return {**NOTHING_ORDERED, **self._midflight_update().state()}
+        update = self._midflight_update()
+        # a release without it can load in the pause only
+        stages = update.can_stage and hasattr(engine, "set_weight_update_target")
+        return {**NOTHING_ORDERED, **update.state(), "stages": stages}
 
     def midflight_let_go(self) -> None:
         """Gives back the memory of the weights that came straight and are not served."""
@@ -123,7 +128,32 @@ class Loader:
 
     def midflight_keep(self, label: str) -> None:
         """Keeps the weights that are served, before vLLM's own engine brings others."""
-        self._midflight_update().begin(label)
+        update = self._midflight_update()
+        _forget_notes(update.beside)
+        update.begin(label)
+
+    def midflight_stage(self, served: str) -> None:
+        """Makes vLLM's own engine load its next update into a model beside the served one. `served`
+        is the label that vLLM gives to its weights.
+        """
+        update = self._midflight_update()
+        _forget_notes(update.beside)
+        update.clear(served)
+        model = self.model_runner.get_model()
+        other = _beside(model)
+        load = partial(type(model).load_weights, other)
+        other.load_weights = partial(_load_and_note, load, update)
+        update.stage(other)
+        engine = self.weight_transfer_engine
+        engine.set_weight_update_target(other, engine.model_config)
+
+    def midflight_swap(self, served: str) -> None:
+        """Serves the update that came beside. `served` is the label of the weights that are kept
+        for it.
+        """
+        update = self._midflight_update()
+        update.swap(served)
+        _forget_notes(update.beside)
 
     def midflight_take_back(self, label: str, served: str) -> None:
         """Serves the weights that were kept, also after an update that broke off. `served` is the
@@ -232,20 +262,11 @@ class DirectTransfer(WeightTransferEngine):
     def _prepared(self, tensors: Iterator[tuple[str, Tensor]]):
         if not can_stand_beside(self.model):
             return in_host_memory(tensors)
-        ready = beside(self.model)
-        for served, other in zip(self.model.modules(), ready.modules(), strict=True):
-            known = get_layerwise_info(served)
-            new = get_layerwise_info(other)
-            new.restore_device = known.restore_device
-            metadata = []
-            for kind in known.restore_metadata:
-                metadata.append({name: _unloaded(t, served) for name, t in kind.items()})
-            new.restore_metadata = tuple(metadata)
+        ready = _beside(self.model)
         try:
             _reload(ready, self.model_config, tensors)
         finally:
-            for other in ready.modules():  # vLLM's notes of a layer hold the layer
-                LAYERWISE_INFO.pop(other).restore_metadata = ({}, {})
+            _forget_notes(ready)
         return ready
 
     def _swapped(self, ready):
@@ -256,6 +277,29 @@ class DirectTransfer(WeightTransferEngine):
 
 
 WeightTransferEngineFactory.register_engine("midflight", DirectTransfer)
+
+
+def _beside(model: nn.Module) -> nn.Module:
+    """A model beside the served one, which vLLM can load as that."""
+    ready = beside(model)
+    for served, other in zip(model.modules(), ready.modules(), strict=True):
+        known = get_layerwise_info(served)
+        new = get_layerwise_info(other)
+        new.restore_device = known.restore_device
+        metadata = []
+        for kind in known.restore_metadata:
+            metadata.append({name: _unloaded(t, served) for name, t in kind.items()})
+        new.restore_metadata = tuple(metadata)
+    return ready
+
+
+def _forget_notes(model: nn.Module | None) -> None:
+    """Drops vLLM's notes of a model beside the served one, because they hold its layers."""
+    if model is None:
+        return
+    for layer in model.modules():
+        if layer in LAYERWISE_INFO:
+            LAYERWISE_INFO.pop(layer).restore_metadata = ({}, {})
 
 
 def _unloaded(tensor: Tensor, served: nn.Module) -> Tensor:
