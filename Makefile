@@ -17,7 +17,7 @@ SERVERS = $(if $(MIDFLIGHT_VLLM_PYTHON),,$(VENV)-vllm/.done) $(if $(MIDFLIGHT_SG
 WITH_SERVERS = MIDFLIGHT_VLLM_PYTHON="$${MIDFLIGHT_VLLM_PYTHON:-$(CURDIR)/$(VENV)-vllm/bin/python}" \
     MIDFLIGHT_SGLANG_PYTHON="$${MIDFLIGHT_SGLANG_PYTHON:-$(CURDIR)/$(VENV)-sglang/bin/python}"
 
-.PHONY: demo calculator pretrained pretrained-compare test test-real test-options test-gpu test-pretrained test-pretrained-servers test-docs docs test-clients test-clients-all test-coding-agents test-notebook test-view test-trackers test-adapters test-sandboxes test-agents test-cluster test-engines test-models benchmarks-smoke bench nightly engines dist test-package lint lint-ops format clean locks newest newest-engines newest-trl engine-contract test-install
+.PHONY: demo calculator pretrained pretrained-compare test test-real test-trl test-options test-gpu test-pretrained test-pretrained-servers test-docs docs test-clients test-clients-all test-coding-agents test-notebook test-view test-trackers test-adapters test-sandboxes test-agents test-cluster test-engines test-models benchmarks-smoke bench nightly engines dist test-package lint lint-ops format clean locks newest newest-engines newest-trl engine-contract test-install
 
 demo: $(VENV)/.demo
 	$(BIN)/midflight train configs/demo.toml --overwrite
@@ -51,6 +51,17 @@ test: $(VENV)/.dev
 test-real: $(VENV)/.dev
 	$(BIN)/python -m pytest -o addopts='-q --strict-markers --timeout=600' $(PARALLEL) tests/real
 
+# trl's own scripts with another import: that of `trl grpo` out of its package, and three examples out of its repository, which are left out where
+# it cannot be reached. MIDFLIGHT_TRL_SOURCE names a checkout that is there already.
+TRL_SOURCE = $${MIDFLIGHT_TRL_SOURCE:-$(CURDIR)/$(VENV)-trl-source}
+test-trl: $(VENV)/.dev
+	rm -rf $(VENV)-trl-package
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --dest $(VENV)-trl-package $(shell grep -m 1 '^trl==' locks/trl.txt)
+	$(BIN)/python -m zipfile -e $(VENV)-trl-package/trl-*.whl $(VENV)-trl-package
+	test -d "$(TRL_SOURCE)" || git clone --quiet --depth 1 https://github.com/huggingface/trl "$(TRL_SOURCE)" || echo "no checkout of trl: its examples are left out" >&2
+	MIDFLIGHT_TRL=$(CURDIR)/$(VENV)-trl-package MIDFLIGHT_TRL_SOURCE="$$(test -d "$(TRL_SOURCE)" && echo "$(TRL_SOURCE)")" \
+	    $(BIN)/python -m pytest -o addopts='-q -rs --strict-markers --timeout=600' tests/real/test_trl.py -k 'own_script or trl_grpo'
+
 # Drawn configurations, 2,000 in one process and 50 as real processes: what the dry run accepts makes a step. MIDFLIGHT_OPTION_SEED draws others.
 test-options: $(VENV)/.dev
 	MIDFLIGHT_FUZZ_CASES=2000 $(BIN)/python -m pytest -q --strict-markers tests/fuzz
@@ -83,7 +94,7 @@ bench: $(VENV)/.dev
 nightly: $(VENV)/.dev
 	HYPOTHESIS_PROFILE=explore $(MAKE) test test-real
 	rm -rf runs/nightly && $(MAKE) pretrained PRETRAINED=runs/nightly
-	$(MAKE) docs test-options test-docs test-package test-pretrained test-pretrained-servers test-clients-all test-coding-agents test-notebook test-view test-trackers test-adapters test-sandboxes test-agents test-cluster test-engines test-models benchmarks-smoke newest
+	$(MAKE) docs test-options test-trl test-docs test-package test-pretrained test-pretrained-servers test-clients-all test-coding-agents test-notebook test-view test-trackers test-adapters test-sandboxes test-agents test-cluster test-engines test-models benchmarks-smoke newest
 
 # Unmodified clients of other people, in environments of their own: they want different versions of one SDK.
 CLIENTS ?= tests/clients
