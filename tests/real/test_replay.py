@@ -191,7 +191,8 @@ def test_another_loss_is_trained_on_the_same_rollouts(place: Path, midflight: Ca
 
 def test_the_books_decide_as_they_did(midflight: Callable[..., tuple[int, str]]) -> None:
     status, said = midflight("replay", "run", "--decisions")
-    assert status == 0 and "6 batches were decided again; 0 otherwise" in said, said
+    assert status == 0 and "6 batches were decided again; 0 otherwise" in said and "not recorded" not in said, said
+    assert int(said.split()[0]) >= 12, "two groups a step were started"
 
 
 def test_an_agent_runs_again_on_its_recorded_answers(place: Path, midflight: Callable[..., tuple[int, str]]) -> None:

@@ -154,9 +154,15 @@ def group_digest(key: GroupKey, task: bytes, end: str) -> bytes:
     return fold(b"group", whole(key.epoch, key.index, key.attempt), task, end.encode())
 
 
+def admission_digest(key: GroupKey, by: bytes) -> bytes:
+    """The digest of the start of a group. `by` is its `AdmissionState` as the store has it."""
+    return fold(b"admitted", whole(key.epoch, key.index, key.attempt), by)
+
+
 def step_event_digest(event: str, first: int, second: int, groups: Iterable[GroupKey]) -> bytes:
     """The digest of an event of the steps, in the order of their groups' keys: a lease (its number,
-    the version that the step begins at), its return, or going back (checkpoint, new version).
+    the version that the step begins at), its return, going back (checkpoint, new version), or an
+    interruption of all running groups (no numbers).
     """
     keys = [whole(key.epoch, key.index, key.attempt) for key in sorted(groups)]
     return fold(event.encode(), whole(first, second), *keys)
