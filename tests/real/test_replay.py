@@ -237,3 +237,17 @@ def num_with_older_keys(run: Path) -> int:
     with reading(run) as store:
         rows = [row for (blob,) in store.each("SELECT rows FROM rollouts") for row in store.rows(blob)]
     return sum(1 for row in rows for record in row.records if read_conditions(record.conditions).older_keys)
+
+
+def test_a_step_of_several_ranks_is_made_again_and_its_gradients_are_those_of_the_books(
+    place: Path, midflight: Callable[..., tuple[int, str]]
+) -> None:
+    options = (*OPTIONS, "trainer.ranks=2", "trainer.micro_batch_tokens=64")
+    status, said = midflight("train", "run.toml", "--folder", "ranks", *(x for option in options for x in ("--set", option)))
+    assert status == 0, said
+    newest = place / "ranks" / "checkpoints" / (place / "ranks" / "checkpoints" / "latest").read_text().strip()
+    assert json.loads((newest / "state.json").read_text())["num_ranks"] == 2
+    status, said = midflight("ledger", "ranks", "--prove", "--weights", "--witness", 8)
+    assert status == 0 and said.count("proven: ") == 4 and "proven: of 8 rollouts of step 6, " in said, said
+    status, said = midflight("replay", "ranks", "--step", 6)
+    assert status == 0 and "differs" not in said, said
