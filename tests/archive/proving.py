@@ -589,7 +589,7 @@ FREE = {
 """Those of which docs/audit.md says that it does not."""
 _THAT_COUNT = {
     "groups": "WHERE state NOT IN ('running', 'in_line')",
-    ("seals", "detail"): "WHERE event = 'leased'",
+    ("seals", "detail"): "WHERE event IN ('leased', 'admitted')",
 }
 
 

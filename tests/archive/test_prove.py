@@ -18,7 +18,19 @@ from midflight.errors import NoRun
 from midflight.run.replay.decisions import decide_again
 from midflight.trajectories.store import Store
 
-from .proving import FREE, PROTECTED, ColumnChange, Forger, Tampering, columns_of, digest_of, honest_run, plain_rows, proof_after
+from .proving import (
+    FREE,
+    PROTECTED,
+    ColumnChange,
+    Forger,
+    Tampering,
+    columns_of,
+    digest_of,
+    honest_run,
+    plain_rows,
+    proof_after,
+    recompute_chain,
+)
 
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "explore"
 
@@ -141,8 +153,37 @@ def test_a_run_of_an_older_midflight_is_refused_with_a_sentence(runs: list[Path]
 def test_the_books_decide_as_they_did(runs: list[Path]) -> None:
     for folder in runs:
         found = decide_again(folder)
-        assert found.num_leases >= 8 and found.num_groups >= 16
+        assert found.num_leases >= 8 and found.num_groups >= 16 and found.num_admissions >= 16
         assert not found.different, f"{folder}: {found.different}"
+        assert not found.num_unrecorded
+
+
+def test_a_group_that_could_not_start_by_what_is_recorded_is_named(runs: list[Path], tmp_path: Path) -> None:
+    def changed(folder: Path) -> None:
+        with closing(sqlite3.connect(folder / "store.sqlite")) as file:
+            (number, detail) = file.execute("SELECT number, detail FROM seals WHERE event = 'admitted' ORDER BY number LIMIT 1").fetchone()
+            served, *others = msgspec.msgpack.decode(detail)
+            value = msgspec.msgpack.encode([served - 100, *others])
+            file.execute("UPDATE seals SET detail = ? WHERE number = ?", (value, number))
+            file.commit()
+
+    proof = proof_after(runs[0], tmp_path / "changed", changed)
+    assert "of the chain of store.sqlite was changed (group 0-" in proof.mistakes[0]
+    (decision,) = decide_again(tmp_path / "changed").different
+    assert "was started, and would wait: " in decision.what and "allows at version -100" in decision.what
+
+
+def test_a_run_that_did_not_record_admission_is_proven_and_says_so(runs: list[Path], tmp_path: Path) -> None:
+    def of_before(folder: Path) -> None:
+        with closing(sqlite3.connect(folder / "store.sqlite")) as file:
+            file.execute("DELETE FROM seals WHERE event IN ('admitted', 'interrupted')")
+            file.commit()
+        recompute_chain(folder)
+
+    proof = proof_after(runs[0], tmp_path / "changed", of_before)
+    assert proof.holds, proof.mistakes
+    found = decide_again(tmp_path / "changed")
+    assert not found.different and not found.num_admissions and found.num_unrecorded >= 16
 
 
 def test_other_limits_decide_otherwise(runs: list[Path], tmp_path: Path) -> None:
@@ -152,6 +193,8 @@ def test_other_limits_decide_otherwise(runs: list[Path], tmp_path: Path) -> None
     before = decide_again(tmp_path / "run")
     file.write_text(file.read_text().replace("groups_per_step = 2", "groups_per_step = 3"))
     assert decide_again(tmp_path / "run").different and before.num_leases
+    file.write_text(file.read_text().replace("groups_per_step = 3", "groups_per_step = 1"))
+    assert any("was started, and would wait" in one.what for one in decide_again(tmp_path / "run").different)
 
 
 def test_what_had_ended_before_a_run_kept_digests_is_named_and_not_accused(runs: list[Path], tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.engines.models import MemoryReceiver, ask, make_engine
@@ -13,9 +14,11 @@ from tests.engines.test_experts import recording
 from tests.models.mixtures import tiny_mixture
 from tests.models.tiny import tiny_model
 from tests.models.zoo import tiny
+from transformers import PreTrainedModel
 
 from midflight.engines.embedded.engine import EmbeddedEngine, Generated
 from midflight.engines.embedded.prefixes import Ints, Prefixes
+from midflight.models.caches import cache_name
 from midflight.types import GenerateRequest, PauseMode
 
 # --- The tree ---------------------------------------------------------------------------------------------------------
@@ -68,15 +71,15 @@ class Kept:
     def add(self, text: str | Sequence[int], *, version: int = 0) -> None:
         tokens = tokens_of(text)
         self.slots.held[0] = tuple(tokens.tolist())
-        self.tree.add(0, tokens, version=version)
+        self.tree.add(0, tokens, np.full(len(tokens), version))
 
     def known(self, text: str | Sequence[int]) -> tuple[int, int]:
-        """How many tokens of it, and of which version; they are in slot 1 then."""
+        """How many tokens of it, and of which oldest version; they are in slot 1 then."""
         tokens = tokens_of(text)
         self.slots.held.pop(1, None)
-        num, version = self.tree.fill(1, tokens)
-        assert self.slots.held.get(1, ()) == tuple(tokens[:num].tolist())
-        return num, version
+        versions = self.tree.fill(1, tokens)
+        assert self.slots.held.get(1, ()) == tuple(tokens[: len(versions)].tolist())
+        return len(versions), int(versions.min(initial=0 if not len(versions) else 99))
 
 
 def test_the_next_turn_of_a_conversation_finds_all_of_those_before() -> None:
@@ -130,12 +133,42 @@ def test_older_weights_are_forgotten_with_all_that_stands_behind_them() -> None:
     assert kept.known("abcdefg") == (0, 0) and kept.known("xyz!") == (3, 2) and kept.tree.num_bytes == 3
 
 
-def test_newer_keys_replace_older_ones_of_the_same_tokens() -> None:
+def test_newer_keys_replace_older_ones_and_those_that_were_computed_over_them() -> None:
     kept = Kept()
     kept.add("abc", version=1)
     kept.add("abcdef", version=1)
     kept.add("abcd", version=2)
-    assert kept.known("abcd!") == (4, 2) and kept.known("abcdef!") == (6, 1)
+    assert kept.known("abcd!") == (4, 2) and kept.known("abcdef!") == (4, 2)
+    kept.add("abcxyz", version=1)
+    assert kept.known("abcxyz!") == (3, 2), "its end was computed over other keys"
+    assert kept.tree.num_bytes == 4
+
+
+def lineage(tokens: Sequence[int], versions: Sequence[int]) -> list[int]:
+    """The keys of a sequence: each depends on all keys before it."""
+    found, key = list[int](), 0
+    for token, version in zip(tokens, versions, strict=True):
+        key = hash((key, token, version)) % 2**40
+        found.append(key)
+    return found
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=8), st.integers(0, 8), st.booleans()), max_size=14))
+def test_keys_are_those_that_the_versions_say_computed_one_behind_the_other(
+    asked: list[tuple[list[int], int, bool]],
+) -> None:
+    """Sequences go on behind keys that are known, or compute all; at some place in each a newer version comes."""
+    kept, version = Kept(), 0
+    for tokens, place, anew in asked:
+        known = kept.tree.fill(0, tokens_of(tokens)).tolist()
+        keys = list(kept.slots.held.get(0, ()))[: len(known)]
+        assert keys == lineage(tokens[: len(known)], known)
+        versions = [] if anew else known
+        while len(versions) < len(tokens):
+            version += len(versions) == place
+            versions.append(version)
+        kept.slots.held[0] = tuple(lineage(tokens, versions))
+        kept.tree.add(0, tokens_of(tokens), np.array(versions))
 
 
 def test_states_are_known_only_where_they_were_taken() -> None:
@@ -221,6 +254,70 @@ def test_keys_of_older_weights_are_used_only_as_far_as_they_may_be_and_tokens_sa
         ids = (*ask().input_ids, *first.token_ids, 7)
         second = engine.generate_all([replace(ask(max_tokens=4), input_ids=ids, num_prompt_tokens=len(ids))])[0]
         assert set(second.versions) == {1} and set(second.kv_versions) == versions
+
+
+def logprob_of(token: int, models: Sequence[PreTrainedModel], ids: Sequence[int], made_by: Sequence[int]) -> float:
+    """The log-probability of a token behind `ids`, whose keys were made one after the other by these versions."""
+    name = cache_name(models[0])
+    assert name is not None
+    keys, logits = None, torch.empty(0)
+    for version, run in itertools.groupby(range(len(ids)), key=lambda place: made_by[place]):
+        read = torch.tensor([[ids[place] for place in run]])
+        with torch.no_grad():
+            made = models[version](read, use_cache=True, **{} if keys is None else {name: keys})
+        keys, logits = made[name], made.logits[0, -1]
+    return float(logits.log_softmax(-1)[token])
+
+
+@pytest.mark.parametrize(("guesses", "mode"), [(0, None), (3, None), (0, PauseMode.RECOMPUTE)])
+def test_the_keys_that_an_engine_tells_are_those_that_its_tokens_attended_to(guesses: int, mode: PauseMode | None) -> None:
+    """Conversations that begin alike, while a version comes every few steps: in prompts, in answers and between them."""
+    receiver, num_versions = MemoryReceiver(), 9
+    models = [tiny_model(seed=seed) for seed in range(num_versions)]
+    engine = make_engine(tiny_model(seed=0), receiver=receiver, prefix_age=2, guesses=guesses, max_batch_tokens=9, max_running=3)
+    scheduler = engine._scheduler
+    running: dict[int, tuple[list[int], list[int]]] = {}
+    num_told = num_checked = version = 0
+
+    def begin(ids: Sequence[int]) -> None:
+        request = replace(ask(max_tokens=5, seed=len(ids), temperature=1.0), input_ids=tuple(ids), num_prompt_tokens=len(ids))
+        submission = engine._submission(request, 0, None)
+        scheduler.submit(submission)
+        running[submission.handle] = ([*ids], [])
+
+    for number in range(3):
+        begin([*b"system", *b"says", number])
+    for count in itertools.count(1):
+        if count % 4 == 0 and version + 1 < num_versions:
+            version += 1
+            engine._weights.stage(receiver.publish(version, models[version]))
+            if mode is not None:
+                scheduler.pause(mode)
+            engine._commit(version)
+            scheduler.resume()
+        step = scheduler.step()
+        told = dict(step.key_runs)
+        num_told += len(told)
+        for handle, token, logprob, oldest in step.rows():
+            ids, made_by = running[handle]
+            if handle in told:
+                made_by[:] = [made for made, length in told.pop(handle) for _ in range(length)]
+            elif oldest == step.version:
+                made_by[:] = [step.version] * len(ids)
+            else:
+                made_by.append(step.version)
+            assert min(made_by) == oldest and len(made_by) == len(ids)
+            assert logprob == pytest.approx(logprob_of(token, models, ids, made_by), abs=1e-4)
+            ids.append(token)
+            num_checked += 1
+        assert not told
+        for handle, _, _ in step.finishes:
+            ids, _ = running.pop(handle)
+            if len(ids) < 50:
+                begin([*ids, *b"so?"])
+        if not running:
+            break
+    assert num_checked > 60 and version > 4 and num_told > (0 if mode else 5)
 
 
 def test_a_paused_engine_forgets_who_computes_a_prompt_when_its_weights_change() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -77,6 +78,17 @@ def test_a_chunk_never_holds_tokens_of_two_versions() -> None:
         (0.005, (1, 2), 0),
         (0.005, (3, 4), 1),
     ]
+
+
+def test_older_keys_are_those_before_the_first_token_of_a_chunk() -> None:
+    async def main() -> None:
+        streams, stream = opened(eager=False)
+        first, last = step(7, version=2, kv=1), step(8, version=2, kv=1, finish=LENGTH)
+        streams.put(replace(first, key_runs=((1, ((1, 4), (2, 3))), (9, ((1, 1),)))))
+        streams.put(last)
+        assert await anext(stream) == Chunk((7, 8), (-0.5,) * 2, 2, 1, LENGTH, key_runs=((1, 4), (2, 3)))
+
+    run_virtual(main())
 
 
 def test_tokens_received_before_a_death_are_given_before_its_error() -> None:

@@ -70,6 +70,16 @@ def test_versions_told_at_the_end_travel_with_the_end_and_take_no_byte_elsewhere
     assert b"attested" not in encode(pack_step(PLAIN, {11: 1, 12: 2, 13: 3}))
 
 
+def test_older_keys_travel_with_the_first_token_and_take_no_byte_elsewhere() -> None:
+    runs = ((2, 40), (3, 5))
+    values = {name: getattr(PLAIN, name) for name in StepOutput.__dataclass_fields__}
+    frame = decode_engine_frame(encode(pack_step(StepOutput(**values | {"key_runs": ((11, runs),)}), {11: 1, 12: 2, 13: 3})))
+    assert isinstance(frame, StepFrame) and frame.key_runs == ((1, runs),)
+    assert b"key_runs" not in encode(pack_step(PLAIN, {11: 1, 12: 2, 13: 3}))
+    frame = decode_engine_frame(encode(pack_chunks([(4, Chunk((5,), (-0.5,), 3, 2, key_runs=runs))], started=0, ended=0, num_running=1)))
+    assert isinstance(frame, StepFrame) and frame.key_runs == ((4, runs),)
+
+
 def test_chunks_arrive_as_they_left_several_of_one_request_too() -> None:
     first = Chunk((5, 6), (-0.5, -1.5), 3, 2)
     top = Chunk((7, 8), (-0.25, -0.75), 3, 3, None, (((7, -0.25), (1, -2.0)), ((9, -0.5),)))
@@ -95,9 +105,10 @@ def test_chunks_arrive_as_they_left_several_of_one_request_too() -> None:
 def test_an_outlet_gets_its_own_alternatives_and_failures_and_no_column_more() -> None:
     failure = RequestRejected("no", param="response_format")
     values = {name: getattr(TOPPED, name) for name in StepOutput.__dataclass_fields__}
-    step = StepOutput(**values | {"failures": ((14, 1, failure), (15, 2, failure))})
+    step = StepOutput(**values | {"failures": ((14, 1, failure), (15, 2, failure)), "key_runs": ((11, ((2, 4), (3, 1))),)})
     one, two = step.for_outlet(1), step.for_outlet(2)
     assert one.top_ids.tolist() == [[5, 9, -1], [1, 7, 2]] and two.top_ids.shape == two.top_logprobs.shape == (1, 0)
+    assert one.key_runs == ((11, ((2, 4), (3, 1))),) and two.key_runs == ()
     assert [h for h, _, _ in one.failures] == [14] and [h for h, _, _ in two.failures] == [15]
 
 

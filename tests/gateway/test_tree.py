@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 from tests.text.conftest import bpe_folder, bpe_tokenizer  # noqa: F401  (fixtures)
 
-from midflight.gateway.sessions.history import Prompt, digest
+from midflight.gateway.sessions.history import Node, Prompt, digest
 from midflight.gateway.sessions.tree import Matcher, TokenTree, harvest
 from midflight.testing.script import scripted_tokenizer
 from midflight.text import Message, Tokenizer
-from midflight.types import Finish, FinishReason, Reason, Segment, Turn
+from midflight.types import Finish, FinishReason, OlderKeys, Reason, Segment, Turn
+from midflight.types.digests import read_conditions
 
 USER: Message = {"role": "user", "content": "hi"}
 
@@ -204,6 +206,25 @@ def test_a_row_has_the_experts_of_every_token_that_some_turn_recorded_first() ->
     before, whole = len(first.ids) + 3, len(second.ids) + 2
     assert row.experts is not None and row.experts.shape == (whole, 2)
     assert row.experts[:, 0].tolist() == [1] * (before - 1) + [2] * (whole - before) + [255]
+
+
+def test_a_turn_keeps_its_older_keys_and_its_digest_covers_them() -> None:
+    tokenizer = scripted_tokenizer()
+
+    def recorded(*keys: OlderKeys) -> Node:
+        tree = TokenTree(tokenizer)
+        prompt = tree.plan_chat([USER])
+        ids = tokenizer.encode("yo<|end|>")
+        turn = Turn(prompt.ids, ids, (0.0,) * len(ids), (Segment(2, 1, 0, len(ids)),), Finish(FinishReason.STOP), older_keys=keys)
+        tree.record(prompt, turn, reply="yo", request=1)
+        (node,) = tree.nodes
+        assert node.turn == turn
+        assert read_conditions(harvest(tree.nodes).rows[0].records[0].conditions).older_keys == keys
+        return node
+
+    nodes = [recorded(), recorded(OlderKeys(0, ((1, 2), (2, 1)))), recorded(OlderKeys(0, ((1, 1), (2, 2))))]
+    assert len({node.digest for node in nodes}) == 3
+    assert nodes[0].conditions == msgspec.msgpack.encode((None, Finish(FinishReason.STOP), True)), "as in runs of before"
 
 
 def test_a_row_of_turns_without_a_record_has_none() -> None:

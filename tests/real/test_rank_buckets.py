@@ -24,8 +24,8 @@ from midflight.config.load import load_config
 from midflight.models.load import load_frame, load_model, save_model
 from midflight.models.names import named_tensors
 from midflight.models.rank_rows import rows_of
-from midflight.run.trainer.trainer_process import _shared_layout
 from midflight.trainer.model.microbatch import Layout
+from midflight.trainer.model.probe import shared_layout
 from midflight.trainer.model.rank_buckets import collect
 from midflight.trainer.model.ranks import Ranks
 from midflight.trainer.trainer import PolicyTrainer, trainer_of
@@ -147,7 +147,7 @@ def loading(folder: Path) -> None:
             data = batch(seed=step, version=step, num_groups=2, group_size=2, longest=12)
             assert before.step(data).loss == after.step(data).loss
         assert torch.equal(flat(before), flat(after))
-    assert _shared_layout(Layout.PADDED if ranks.is_first else None) is Layout.PADDED
+    assert shared_layout(Layout.PADDED if ranks.is_first else None) is Layout.PADDED
 
 
 def test_a_model_that_the_first_rank_alone_has_loaded_is_shared_as_one_that_every_rank_has(tmp_path: Path) -> None:

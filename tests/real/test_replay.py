@@ -10,10 +10,13 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from midflight.archive.store_reader import reading
+from midflight.types.digests import read_conditions
 
-from .processes import CONFIG, Command, steps
+from .processes import CONFIG, Command, arguments_of, gone, pids, status_of, steps
 
 OPTIONS = (
     *("run.steps=6", "warm_start.target_accuracy=0.02", "warm_start.max_steps=60", "trainer.learning_rate=0.01"),
@@ -188,9 +191,58 @@ def test_another_loss_is_trained_on_the_same_rollouts(place: Path, midflight: Ca
     assert status != 0 and "is not empty" in said
 
 
+def test_several_ranks_train_on_recorded_rollouts_as_one_does(place: Path, midflight: Callable[..., tuple[int, str]]) -> None:
+    exact = ("--rollouts-from", "run", "--set", "run.steps=3", "--set", "model.dtype=float64")
+    for ranks in (1, 2):
+        status, said = midflight("train", "run.toml", *exact, "--folder", f"by-{ranks}", "--set", f"trainer.ranks={ranks}")
+        assert status == 0 and said.count("tokens on 2 ranks") == (3 if ranks == 2 else 0), said
+    one, two = (steps(place / f"by-{ranks}") for ranks in (1, 2))
+    assert [line["step"] for line in two] == [1, 2, 3]
+    for name in ("loss", "grad_norm", "tokens/trained"):
+        values = [[line["trainer"][name] for line in lines] for lines in (one, two)]
+        assert values[1] == pytest.approx(values[0], abs=1e-6), name
+    weights = [load_file(place / f"by-{ranks}" / "model" / "model.safetensors") for ranks in (1, 2)]
+    assert all(torch.allclose(weights[1][name], tensor, atol=1e-6) for name, tensor in weights[0].items())
+
+
+def test_a_rank_that_fails_ends_the_others(place: Path) -> None:
+    other = place / "other.toml"
+    other.write_text(CONFIG.replace("hidden_size = 32", 'path = "missing"'))
+    options = ("--folder", "none", "--set", "trainer.ranks=2")
+    # not forked: a forked command has another place in its files than the processes that it starts
+    command = Command("train", "other.toml", "--rollouts-from", "run", *options, folder=place, forked=False)
+    assert command.wait(120) != 0 and "Traceback" not in command.said, command.said
+    assert "no folder 'missing'" in command.said and "ended with status 1" in command.said, command.said
+    assert not (place / "none").exists()
+
+
+def test_no_rank_outlives_a_command_that_is_killed(place: Path) -> None:
+    options = ("--set", "trainer.ranks=2", "--set", "model.dtype=float64", "--folder", "killed")
+    command = Command("train", "run.toml", "--rollouts-from", "run", *options, folder=place)
+    try:
+        command.until(lambda: len(ranks_of(command)) == 2, "two ranks")
+        ranks = ranks_of(command)
+        command.process.kill()
+        assert gone(ranks, seconds=60) and not (place / "killed" / "model").exists()
+    finally:
+        command.end()
+
+
+def ranks_of(command: Command) -> list[int]:
+    """The process ids of the ranks that the command has started."""
+    return [pid for pid in pids() if "midflight.run.replay.rank_process" in arguments_of(pid) and str(command.process.pid) in family(pid)]
+
+
+def family(pid: int) -> list[str]:
+    """The process that started this one, and the one that started that."""
+    parent = status_of(pid).get("PPid", "0")
+    return [parent, status_of(int(parent)).get("PPid", "0")]
+
+
 def test_the_books_decide_as_they_did(midflight: Callable[..., tuple[int, str]]) -> None:
     status, said = midflight("replay", "run", "--decisions")
-    assert status == 0 and "6 batches were decided again; 0 otherwise" in said, said
+    assert status == 0 and "6 batches were decided again; 0 otherwise" in said and "not recorded" not in said, said
+    assert int(said.split()[0]) >= 12, "two groups a step were started"
 
 
 def test_an_agent_runs_again_on_its_recorded_answers(place: Path, midflight: Callable[..., tuple[int, str]]) -> None:
@@ -225,5 +277,27 @@ def test_truncated_sampling_and_older_keys_are_computed_again_too(place: Path, m
     status, said = midflight("train", "run.toml", "--folder", "cut", *(x for option in truncated for x in ("--set", option)))
     assert status == 0, said
     status, said = midflight("ledger", "cut", "--prove", "--weights", "--witness", 8)
-    assert status == 0 and said.count("proven: ") == 4, said
+    assert status == 0 and said.count("proven: ") == 4 and "not judged" not in said, said
     assert all(line["trainer"]["rho/mean"] > 0 for line in steps(place / "cut"))
+    assert num_with_older_keys(place / "cut") > 10
+
+
+def num_with_older_keys(run: Path) -> int:
+    """The number of answers whose record says that an engine began with keys of older versions."""
+    with reading(run) as store:
+        rows = [row for (blob,) in store.each("SELECT rows FROM rollouts") for row in store.rows(blob)]
+    return sum(1 for row in rows for record in row.records if read_conditions(record.conditions).older_keys)
+
+
+def test_a_step_of_several_ranks_is_made_again_and_its_gradients_are_those_of_the_books(
+    place: Path, midflight: Callable[..., tuple[int, str]]
+) -> None:
+    options = (*OPTIONS, "trainer.ranks=2", "trainer.micro_batch_tokens=64")
+    status, said = midflight("train", "run.toml", "--folder", "ranks", *(x for option in options for x in ("--set", option)))
+    assert status == 0, said
+    newest = place / "ranks" / "checkpoints" / (place / "ranks" / "checkpoints" / "latest").read_text().strip()
+    assert json.loads((newest / "state.json").read_text())["num_ranks"] == 2
+    status, said = midflight("ledger", "ranks", "--prove", "--weights", "--witness", 8)
+    assert status == 0 and said.count("proven: ") == 4 and "proven: of 8 rollouts of step 6, " in said, said
+    status, said = midflight("replay", "ranks", "--step", 6)
+    assert status == 0 and "differs" not in said, said

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from midflight.types import Finish, FinishReason, Group, GroupKey, RolloutKey, Row, Segment, Task, Trajectory, Turn
+from midflight.types import Finish, FinishReason, Group, GroupKey, OlderKeys, RolloutKey, Row, Segment, Task, Trajectory, Turn
 
 
 def row(ids: tuple[int, ...], mask: tuple[bool, ...], version: int = 0) -> Row:
@@ -40,4 +40,5 @@ def turn(*output_ids: int) -> Turn:
         logprobs=tuple(-0.1 * i for i in range(n)),
         segments=(Segment(version=1, kv_version=0, start=0, end=n),),
         finish=Finish(FinishReason.STOP, matched="\n"),
+        older_keys=(OlderKeys(0, ((0, 2), (1, 1))),),
     )

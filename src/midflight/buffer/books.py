@@ -142,22 +142,30 @@ class Books:
 
     # --- Deciding ---
 
-    def admission(self) -> Wait | None:
-        """`None` if a group may start."""
+    def admission_state(self) -> facts.AdmissionState:
+        """The numbers by which a group may start now."""
+        return facts.AdmissionState(
+            self._served, self.num_running_rollouts, self.num_bytes, self._limits.buffer_bytes
+        )
+
+    def admission(self, by: facts.AdmissionState | None = None) -> Wait | None:
+        """`None` if a group may start: by recorded numbers, or by those of now."""
         limits = self._limits
+        if by is None:
+            by = self.admission_state()
         open_groups = self.num_running + self.num_waiting
         free = credit(
             open_groups=open_groups,
             next_version=self._next,
-            served_version=self._served,
+            served_version=by.served_version,
             max_staleness=limits.max_staleness,
             groups_per_step=limits.groups_per_step,
         )
         if free <= 0:
-            whom = "handover" if self._served < self._made else "trainer"
+            whom = "handover" if by.served_version < self._made else "trainer"
             detail = (
                 f"{open_groups} groups are open for step {self._next}, all that max_staleness "
-                f"allows at version {self._served}"
+                f"allows at version {by.served_version}"
             )
             return Wait(whom, detail)
         if self.num_waiting >= limits.buffer_groups:
@@ -166,13 +174,10 @@ class Books:
                 f"{self.num_waiting} finished groups wait, buffer_groups is {limits.buffer_groups}",
             )
         # With less than a batch open it would wait for a step that cannot come.
-        if self.num_bytes >= limits.buffer_bytes and open_groups >= limits.groups_per_step:
-            detail = (
-                f"finished rollouts hold {self.num_bytes} bytes of {limits.buffer_bytes} that "
-                "they may"
-            )
+        if by.num_bytes >= by.max_bytes and open_groups >= limits.groups_per_step:
+            detail = f"finished rollouts hold {by.num_bytes} bytes of {by.max_bytes} that they may"
             return Wait("trainer", detail)
-        running = self.num_running_rollouts
+        running = by.num_rollouts
         if running + limits.group_size > limits.max_in_flight:
             return Wait("slots", f"{running} rollouts run, max_in_flight is {limits.max_in_flight}")
         return None

@@ -125,7 +125,7 @@ class GroupQueue:
         key = self._books.in_line or draw()
         if isinstance(key, Wait):
             return key
-        admitted = Admitted(key, task_of(key))
+        admitted = Admitted(key, task_of(key), self._books.admission_state())
         self._record(admitted)
         return admitted
 

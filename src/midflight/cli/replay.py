@@ -110,9 +110,14 @@ def _decide_again(run: Path) -> int:
         typer.echo(f"event {one.event}: {one.what}")
     differing = len(found.different)
     typer.echo(
-        f"{found.num_groups:,} ends of groups and {found.num_leases:,} batches were decided again; "
-        f"{differing:,} otherwise"
+        f"{found.num_admissions:,} starts of groups, {found.num_groups:,} ends and "
+        f"{found.num_leases:,} batches were decided again; {differing:,} otherwise"
     )
+    if found.num_unrecorded:
+        typer.echo(
+            f"note: by what {found.num_unrecorded:,} groups were started is not recorded: an older "
+            "Midflight ran them."
+        )
     return 1 if differing else 0
 
 

@@ -190,8 +190,8 @@ def _prove_weights(run: Path) -> int:
         return 0 if proof.holds else 1
     if proof.num_mixed:
         typer.echo(
-            f"note: {proof.num_mixed} answers began with keys of several older versions, and are "
-            "not judged."
+            f"note: {proof.num_mixed} answers began with keys of older versions, and their engine "
+            "did not say which: they are not judged."
         )
     worst = proof.worst
     said = "proven" if worst.nats <= proof.bound else "wrong"

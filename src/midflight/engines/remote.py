@@ -248,6 +248,7 @@ class RemoteEngine:
             finishes=frame.finishes,
             attested=frame.attested,
             experts=frame.experts,
+            key_runs=frame.key_runs,
         )
         if frame.num_running:
             shift = self._clock.shift(frame.ended, now=time.monotonic())

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from midflight.errors import RequestRejected
-from midflight.types import Chunk, Finish, Segment, Version
+from midflight.types import Chunk, Finish, KeyRuns, Segment, Version
 
 Ints = NDArray[np.int64]
 PATIENCE_SECONDS = 0.05
@@ -58,6 +58,10 @@ class StepOutput:
     """(handle, outlet, reason of the failure). These requests ended too."""
     experts: tuple[tuple[int, bytes], ...] = ()
     """(handle, `Chunk.experts`) of requests among `finishes`, if the engine records them."""
+    key_runs: tuple[tuple[int, KeyRuns], ...] = ()
+    """(handle, `Chunk.key_runs`) of requests that have them. Their first token here is that of the
+    chunk.
+    """
     touched: frozenset[int] = frozenset()
     """Outlets with a request in the step, even if the request got no token yet."""
     started: float = 0.0
@@ -75,9 +79,10 @@ class StepOutput:
             kept = tuple([self.kept[row] for row in rows.tolist()])
         finishes = tuple([finish for finish in self.finishes if finish[1] == outlet])
         finished = {handle for handle, _, _ in finishes}
+        handles = self.handles[rows]
         return StepOutput(
             version=self.version,
-            handles=self.handles[rows],
+            handles=handles,
             token_ids=self.token_ids[rows],
             logprobs=self.logprobs[rows],
             kv_versions=self.kv_versions[rows],
@@ -87,6 +92,7 @@ class StepOutput:
             outlets=self.outlets[rows],
             finishes=finishes,
             experts=tuple([record for record in self.experts if record[0] in finished]),
+            key_runs=tuple([known for known in self.key_runs if known[0] in handles]),
             failures=tuple([failure for failure in self.failures if failure[1] == outlet]),
             touched=frozenset({outlet}),
             started=self.started,
@@ -149,6 +155,7 @@ class _PendingTokens(msgspec.Struct):
     finish: Finish | None = None
     attested: tuple[Segment, ...] = ()
     experts: bytes = b""
+    key_runs: KeyRuns = ()
 
 
 class ChunkStream:
@@ -189,6 +196,11 @@ class ChunkStream:
         """True if it is read no more, and the engine has been told."""
 
     # --- For the side that brings the tokens ------------------------------------------------------
+
+    def begin(self, version: Version, key_runs: KeyRuns) -> None:
+        """Begins a chunk that says which keys its first token attended to. The token follows."""
+        oldest = min(made_by for made_by, _ in key_runs)
+        self._gathered.append(_PendingTokens(version, oldest, key_runs=key_runs))
 
     def add(
         self,
@@ -331,6 +343,7 @@ class ChunkStream:
             part.attested,
             tuple(part.kept),
             part.experts,
+            part.key_runs,
         )
 
     async def aclose(self) -> None:
@@ -371,6 +384,7 @@ class ChunkStreams:
             step.kept,
             finishes=finishes,
             experts=step.experts,
+            key_runs=step.key_runs,
         )
         for handle, _, error in step.failures:
             self.reject(handle, error)
@@ -385,11 +399,15 @@ class ChunkStreams:
         finishes: Iterable[tuple[int, Finish]],
         attested: Sequence[tuple[int, tuple[Segment, ...]]] = (),
         experts: Sequence[tuple[int, bytes]] = (),
+        key_runs: Sequence[tuple[int, KeyRuns]] = (),
     ) -> None:
         """Gives each request its tokens and its end from one step. `tops` and `kept` have an entry
         for each row or none at all. Tokens for requests that were closed meanwhile are dropped.
         """
         streams = self._streams
+        for handle, runs in key_runs:
+            if handle in streams:
+                streams[handle].begin(version, runs)
         nothing = itertools.repeat(None)
         last = -1
         part = None

@@ -28,6 +28,7 @@ from midflight.types import (
     Float32,
     GenerateRequest,
     Int32,
+    KeyRuns,
     Segment,
     Version,
 )
@@ -102,6 +103,8 @@ class StepFrame(msgspec.Struct, tag="step", frozen=True, omit_defaults=True):
     """`Chunk.attested` of requests among `finishes`, if the engine has it."""
     experts: tuple[tuple[int, bytes], ...] = ()
     """`Chunk.experts` of requests among `finishes`, if the engine has it."""
+    key_runs: tuple[tuple[int, KeyRuns], ...] = ()
+    """`Chunk.key_runs` of requests whose first token here it belongs to, if the engine has it."""
 
 
 class Rejected(msgspec.Struct, tag="rejected", frozen=True, omit_defaults=True):
@@ -195,6 +198,7 @@ def pack_step(step: StepOutput, numbers: dict[int, int]) -> StepFrame:
         kept=b"".join(filter(None, step.kept)),
         kept_lengths=_lengths(step.kept),
         experts=tuple([(numbers[handle], experts) for handle, experts in step.experts]),
+        key_runs=tuple([(numbers[handle], runs) for handle, runs in step.key_runs]),
     )
 
 
@@ -223,6 +227,7 @@ def pack_chunks(
         kept=kept,
         kept_lengths=kept_lengths,
         experts=tuple([(n, chunk.experts) for n, chunk in chunks if chunk.experts]),
+        key_runs=tuple([(n, chunk.key_runs) for n, chunk in chunks if chunk.key_runs]),
     )
 
 

@@ -20,6 +20,7 @@ from midflight.errors import StoreCorrupt, StoreNewer
 from midflight.trajectories.store_errors import naming
 from midflight.types import GroupKey, Json, Reason, Row, Task, Trajectory, Turn
 from midflight.types.digests import NOTHING, older_digest, seal_after
+from midflight.types.facts import AdmissionState
 from midflight.types.rollouts import RoleRecord, Seal, TurnRecord
 from midflight.types.run_lengths import run_lengths
 from midflight.types.token_ids import AnyIds, SharedIds, packed, unpacked
@@ -111,11 +112,11 @@ A store of an older Midflight is read without them. It gets them when its run go
 SEALS = """
 CREATE TABLE IF NOT EXISTS seals (  -- a link for each event, in the order in which they happened
     number INTEGER PRIMARY KEY,
-    event TEXT NOT NULL,            -- rollout: it ended; waiting, or a reason: the end of a group; leased, taken_back, went_back
-    -- of a rollout or group; of a lease its number, its version and 0; of going back checkpoint, version and 0
+    event TEXT NOT NULL,            -- rollout: it ended; admitted: a group started; waiting, or a reason: its end; leased, taken_back, went_back, interrupted
+    -- of a rollout or group; of a lease its number, its version and 0; of going back checkpoint, version and 0; of an interruption 0
     epoch INTEGER NOT NULL, position INTEGER NOT NULL, attempt INTEGER NOT NULL,
     sample INTEGER,                 -- of a rollout
-    detail BLOB,                    -- of a rollout its tokens that are in no row, of a lease and of going back the groups
+    detail BLOB,                    -- of a rollout its tokens that are in no row, of a start its `AdmissionState`, of a lease and of going back the groups
     digest BLOB NOT NULL,
     head BLOB NOT NULL              -- the digest of this link and of the head before it
 )
@@ -514,6 +515,7 @@ _ROWS = msgspec.msgpack.Decoder(tuple[_StoredRow, ...])
 _TURN = msgspec.msgpack.Decoder(ContinuingTurn)
 _SCORED = msgspec.msgpack.Decoder(RewardParts)
 _TASK = msgspec.msgpack.Decoder(_StoredTask)
+_ADMISSION = msgspec.msgpack.Decoder(AdmissionState)
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -554,6 +556,14 @@ def decode_scored(blob: bytes) -> RewardParts:
 
 def encode_keys(keys: Iterable[GroupKey]) -> bytes:
     return _encode([(key.epoch, key.index, key.attempt) for key in sorted(keys)])
+
+
+def encode_admission(by: AdmissionState) -> bytes:
+    return _encode(by)
+
+
+def decode_admission(blob: bytes) -> AdmissionState:
+    return _ADMISSION.decode(blob)
 
 
 def encode_counts(masked: Mapping[Reason, int], dropped: Mapping[Reason, int]) -> bytes:

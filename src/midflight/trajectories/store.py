@@ -42,6 +42,7 @@ from midflight.types import (
 )
 from midflight.types.digests import (
     NOTHING,
+    admission_digest,
     group_digest,
     rollout_digest,
     seal_after,
@@ -200,6 +201,7 @@ class Store:
                 self._db.execute(
                     "UPDATE groups SET state = ? WHERE state = ?", State.IN_LINE, State.RUNNING
                 )
+                self._seal_step("interrupted", 0, 0, ())
             case _:
                 pass
 
@@ -213,6 +215,10 @@ class Store:
             State.IN_LINE,
         )
         self._db.add_source(admitted.task.source)
+        if admitted.by is not None:
+            by = database.encode_admission(admitted.by)
+            place = (*_group(admitted.key), None)
+            self._seal([Event("admitted", place, admission_digest(admitted.key, by), by)])
 
     def _keep(self, kept: Sequence[facts.TrajectoryKept], turns: Sequence[facts.TurnKept]) -> None:
         """Keeps rollouts that have ended, and turns of those that go on.

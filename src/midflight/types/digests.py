@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from midflight.types.generation import SamplingParams, Segment, Turn
+from midflight.types.generation import Finish, OlderKeys, SamplingParams, Segment, Turn
 from midflight.types.names import Reason, Version
 from midflight.types.rollouts import GroupKey, PackedBatch, Row, Seal, Trajectory
 
@@ -63,11 +63,28 @@ def table(values: Mapping[str, float]) -> bytes:
 _encode = msgspec.msgpack.Encoder().encode
 
 
+class Conditions(msgspec.Struct, frozen=True, array_like=True):
+    """How an answer was sampled."""
+
+    sampling: SamplingParams | None
+    finish: Finish
+    policy_sampled: bool
+    older_keys: tuple[OlderKeys, ...] = ()
+    """As in `Turn`. It is not written if it is empty, as in runs of before."""
+
+
+_conditions = msgspec.msgpack.Decoder(Conditions)
+
+
 def conditions(turn: Turn, sampling: SamplingParams | None) -> bytes:
-    """How an answer was sampled, as msgpack: its parameters, its finish, and whether it was sampled
-    from the policy.
-    """
-    return _encode((sampling, turn.finish, turn.policy_sampled))
+    """How an answer was sampled, as msgpack of `Conditions`."""
+    known = (sampling, turn.finish, turn.policy_sampled)
+    return _encode((*known, turn.older_keys) if turn.older_keys else known)
+
+
+def read_conditions(written: bytes) -> Conditions:
+    """The conditions that `conditions` wrote."""
+    return _conditions.decode(written)
 
 
 def labels(segments: Iterable[Segment]) -> tuple[bytes, bytes]:
@@ -137,9 +154,15 @@ def group_digest(key: GroupKey, task: bytes, end: str) -> bytes:
     return fold(b"group", whole(key.epoch, key.index, key.attempt), task, end.encode())
 
 
+def admission_digest(key: GroupKey, by: bytes) -> bytes:
+    """The digest of the start of a group. `by` is its `AdmissionState` as the store has it."""
+    return fold(b"admitted", whole(key.epoch, key.index, key.attempt), by)
+
+
 def step_event_digest(event: str, first: int, second: int, groups: Iterable[GroupKey]) -> bytes:
     """The digest of an event of the steps, in the order of their groups' keys: a lease (its number,
-    the version that the step begins at), its return, or going back (checkpoint, new version).
+    the version that the step begins at), its return, going back (checkpoint, new version), or an
+    interruption of all running groups (no numbers).
     """
     keys = [whole(key.epoch, key.index, key.attempt) for key in sorted(groups)]
     return fold(event.encode(), whole(first, second), *keys)

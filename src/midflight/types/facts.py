@@ -110,11 +110,26 @@ class Waited(msgspec.Struct, frozen=True):
 # --- What moves groups and tokens: books and store apply these ------------------------------------
 
 
+class AdmissionState(msgspec.Struct, frozen=True, array_like=True):
+    """The numbers by which a group was admitted, apart from those that other facts give."""
+
+    served_version: Version
+    """The version that every routable engine served."""
+    num_rollouts: int
+    """The rollouts that held slots."""
+    num_bytes: int
+    """The size of the rows of ended rollouts in memory."""
+    max_bytes: int
+    """The size that these might have on that machine."""
+
+
 class Admitted(msgspec.Struct, frozen=True):
     """A group started. It is the next of the stream, or one that was in line."""
 
     key: GroupKey
     task: Task
+    by: AdmissionState | None = None
+    """None for a fact that the store gives back."""
 
 
 class TaskDrawn(msgspec.Struct, frozen=True):

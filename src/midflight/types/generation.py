@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from operator import attrgetter
 from types import UnionType
-from typing import Any, Final, TypeVar, get_type_hints
+from typing import Any, Final, TypeAlias, TypeVar, get_type_hints
 
 import msgspec
 
@@ -405,6 +405,23 @@ class Segment(msgspec.Struct, frozen=True):
     end: int
 
 
+KeyRuns: TypeAlias = tuple[tuple[Version, int], ...]
+"""The versions that computed the keys of a sequence's tokens, in order, and for how many tokens each
+did.
+"""
+
+
+class OlderKeys(msgspec.Struct, frozen=True, array_like=True):
+    """The keys that an output token of a turn attended to, if some were of an older version when an
+    engine began with it. The tokens after it add keys of their own versions.
+    """
+
+    place: int
+    """The number of output tokens before it."""
+    runs: KeyRuns
+    """The keys of the prompt and of those tokens."""
+
+
 class Chunk(msgspec.Struct, frozen=True):
     """Consecutive output tokens, all sampled under one version. The last chunk of a generation has
     a `finish`.
@@ -434,6 +451,11 @@ class Chunk(msgspec.Struct, frozen=True):
     """The experts that each position of this attempt was sent to, from the first of `input_ids` on.
     An engine that records them sends them with the last chunk. Every position has the same number
     of bytes; all of them are 255 if there is no record, as for the last token.
+    """
+    key_runs: KeyRuns = ()
+    """The keys of all tokens before the first one of this chunk, if that is the first of an attempt
+    or the first after keys were computed again, and if keys of an older version are among them.
+    Empty if the engine cannot tell.
     """
 
     def changed(self, **values: object) -> Chunk:
@@ -474,6 +496,8 @@ class Turn(msgspec.Struct, frozen=True):
     """The fields of the request for which it is masked, by the client's names. A field of the
     session's own sampling is called `sampling.` and its name.
     """
+    older_keys: tuple[OlderKeys, ...] = ()
+    """`Chunk.key_runs` of its chunks, as far as its engines told them."""
 
     @property
     def num_expert_bytes(self) -> int:

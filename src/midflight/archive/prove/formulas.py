@@ -120,6 +120,10 @@ def group(key: Sequence[int], task: bytes, end: str) -> bytes:
     return digest_of([b"group", integers(*key), task, end.encode()])
 
 
+def admission(key: Sequence[int], by: bytes) -> bytes:
+    return digest_of([b"admitted", integers(*key), by])
+
+
 def step_event(event: str, first: int, second: int, keys: Sequence[tuple[int, ...]]) -> bytes:
     written = [integers(*key) for key in sorted(keys)]
     return digest_of([event.encode(), integers(first, second), *written])

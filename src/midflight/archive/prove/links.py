@@ -23,7 +23,8 @@ ENDED = ("waiting", "leased", "trained", "dropped")
 """The states of groups that are in the chain."""
 ROLLOUT = "rollout"
 OLDER = "older"
-STEP_EVENTS = ("leased", "taken_back", "went_back")
+ADMITTED = "admitted"
+STEP_EVENTS = ("leased", "taken_back", "went_back", "interrupted")
 
 
 @dataclass(slots=True)
@@ -40,7 +41,7 @@ class Chain:
     older_groups: set[Key] = field(default_factory=set[Key])
     """Those that had ended before the run kept digests."""
     steps: list[Link] = field(default_factory=list[Link])
-    """Leases and going back."""
+    """Leases, going back and interruptions."""
 
 
 def read_chain(store: StoreRecord, chain: Chain) -> Iterator[str]:
@@ -64,6 +65,8 @@ def read_chain(store: StoreRecord, chain: Chain) -> Iterator[str]:
             yield from _read_older(store, chain, link)
         elif link.event in STEP_EVENTS:
             chain.steps.append(link)
+        elif link.event == ADMITTED:
+            continue  # `midflight replay --decisions` reads it
         elif link.sample is None:
             chain.groups.setdefault(link.key, []).append(link)
         else:
@@ -89,6 +92,9 @@ def _is_of_its_event(store: StoreRecord, link: Link) -> bool:
     """
     if link.event == OLDER:
         return True
+    if link.event == ADMITTED:
+        digest = formulas.admission(link.key, link.detail or b"")
+        return digest == link.digest and link.sample is None
     if link.event not in STEP_EVENTS:
         return (link.event == ROLLOUT) == (link.sample is not None)
     first, second, unused = link.key
@@ -180,7 +186,7 @@ def _check_leases(store: StoreRecord, chain: Chain) -> Iterator[str]:
             standing[version + 1] = link
         elif link.event == "taken_back":
             standing.pop(version + 1, None)
-        else:
+        elif link.event == "went_back":
             standing = {made: lease for made, lease in standing.items() if made <= number}
     given = {link.key[:2] for link in chain.steps if link.event == "leased"}
     for lease in store.leases:

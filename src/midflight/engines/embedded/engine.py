@@ -56,6 +56,8 @@ class Generated:
     """Empty unless asked for."""
     experts: bytes = b""
     """The same bytes as `experts` of `types.Chunk`."""
+    key_runs: types.KeyRuns = ()
+    """As in `types.Chunk`, of the first token."""
 
 
 class EmbeddedEngine:
@@ -542,6 +544,7 @@ class _PartialAnswer:
     )
     kept: list[bytes] = field(default_factory=list[bytes])
     experts: bytes = b""
+    key_runs: types.KeyRuns = ()
 
     def generated(self) -> Generated:
         assert self.finish is not None
@@ -554,6 +557,7 @@ class _PartialAnswer:
             top_logprobs=tuple(self.top_logprobs),
             kept=tuple(self.kept),
             experts=self.experts,
+            key_runs=self.key_runs,
         )
 
 
@@ -576,3 +580,5 @@ def _deal(step: StepOutput, answers: Mapping[int, _PartialAnswer]) -> None:
         answers[handle].finish = finish
     for handle, experts in step.experts:
         answers[handle].experts = experts
+    for handle, runs in step.key_runs:
+        answers[handle].key_runs = runs

@@ -18,6 +18,7 @@ from midflight.engines.embedded.experts import ExpertRecords
 from midflight.types import UInt8, Version
 
 Ints = NDArray[np.int64]
+_NO_VERSIONS: Ints = np.empty(0, dtype=np.int64)
 
 
 class PrefixRoom(NamedTuple):
@@ -72,8 +73,10 @@ class KeepsSpans(Protocol):
 class _Span:
     tokens: Ints
     computed: SpanState
-    version: Version
-    """The oldest weights that any of its keys was made under."""
+    versions: Ints
+    """The version that computed the key of each token, over the keys of the spans before."""
+    oldest: Version
+    """The least of `versions`."""
     experts: UInt8 | None
     """[tokens, bytes of a token], if choices are recorded."""
     parent: "_Span | None"
@@ -97,16 +100,16 @@ class Prefixes:
         """The span used longest ago comes first. A span is used whenever one behind it is."""
         self.num_bytes = 0
 
-    def fill(self, slot: int, tokens: Ints) -> tuple[int, Version]:
+    def fill(self, slot: int, tokens: Ints) -> Ints:
         """Fills the slot with all that is known of a sequence that begins with `tokens`. Returns
-        how many tokens are known, always fewer than there are, and the oldest version among them.
+        the version of each known key. There are always fewer keys than tokens.
         """
         found = self._walk(tokens[:-1])
         if self._runner.keeps_states:
             while found and not _can_go_on_behind(*found[-1]):
                 found.pop()
         if not found:
-            return 0, 0
+            return _NO_VERSIONS
         self._runner.put(slot, [(span.computed, num) for span, num in found])
         if self._experts is not None:
             self._experts.fill(
@@ -114,29 +117,35 @@ class Prefixes:
             )
         last, _ = found[-1]
         self._use(last)
-        num_known = sum(num for _, num in found)
-        oldest = min(span.version for span, _ in found)
-        return num_known, oldest
+        return np.concatenate([span.versions[:num] for span, num in found])
 
-    def add(self, slot: int, tokens: Ints, *, version: Version) -> None:
-        """Keeps the contents of the slot: the keys of all `tokens`, of which the oldest are of
-        `version`. Spans of these tokens from older weights are replaced.
+    def add(self, slot: int, tokens: Ints, versions: Ints) -> None:
+        """Keeps the contents of the slot: the keys of all `tokens`, and the versions that computed
+        them. Keys depend on the keys before them. So a span of these tokens that has keys of other
+        versions is replaced, with all spans behind it, if it is older. If it is newer, the rest of
+        the slot is not kept.
         """
         if not self._max_bytes or not len(tokens):
             return
         last: _Span | None = None
         end = 0
         for known, num in self._walk(tokens):
+            there = known.versions[:num]
+            made = versions[end : end + num]
+            if not np.array_equal(there, made):
+                if there.min() >= made.min():
+                    return
+                self._drop(known)
+                break
             last = known if num == len(known.tokens) else self._split(known, num)
             start = end
             end += num
             at_end = end == len(tokens)
-            lacks_state = self._runner.keeps_states and at_end and not last.computed.has_state
-            if last.version < version or lacks_state:
-                self._fill(last, slot, start=start, version=version, at_end=at_end)
+            if self._runner.keeps_states and at_end and not last.computed.has_state:
+                self._fill(last, slot, start=start, at_end=at_end)
         if end < len(tokens):
             computed = self._runner.take(slot, start=end, end=len(tokens), at_end=True)
-            last = self._grow(last, tokens[end:].copy(), computed, version)
+            last = self._grow(last, tokens[end:].copy(), computed, versions[end:].copy())
             last.experts = self._chosen(slot, end, len(tokens))
         if last is not None:
             self._use(last)
@@ -151,7 +160,7 @@ class Prefixes:
 
     def forget(self, *, before: Version) -> None:
         """Drops the spans that weights older than `before` computed, and all spans behind them."""
-        for span in [span for span in self._spans if span.version < before]:
+        for span in [span for span in self._spans if span.oldest < before]:
             self._drop(span)
 
     def _walk(self, tokens: Ints) -> list[tuple[_Span, int]]:
@@ -189,9 +198,11 @@ class Prefixes:
         computed = span.computed
         del self._siblings(span)[int(tokens[0])]
         self.num_bytes -= computed.num_bytes
-        first = self._grow(span.parent, tokens[:num], computed.cut(0, num), span.version)
+        first = self._grow(span.parent, tokens[:num], computed.cut(0, num), span.versions[:num])
         span.computed = computed.cut(num, len(tokens))
         span.tokens = tokens[num:]
+        span.versions = span.versions[num:]
+        span.oldest = int(span.versions.min())
         span.parent = first
         if span.experts is not None:
             first.experts = span.experts[:num]
@@ -201,9 +212,9 @@ class Prefixes:
         return first
 
     def _grow(
-        self, parent: _Span | None, tokens: Ints, computed: SpanState, version: Version
+        self, parent: _Span | None, tokens: Ints, computed: SpanState, versions: Ints
     ) -> _Span:
-        span = _Span(tokens, computed, version, None, parent)
+        span = _Span(tokens, computed, versions, int(versions.min()), None, parent)
         self._siblings(span)[int(tokens[0])] = span
         self._spans[span] = None
         self.num_bytes += computed.num_bytes
@@ -215,11 +226,10 @@ class Prefixes:
             return self._roots
         return span.parent.children
 
-    def _fill(self, span: _Span, slot: int, *, start: int, version: Version, at_end: bool) -> None:
+    def _fill(self, span: _Span, slot: int, *, start: int, at_end: bool) -> None:
         end = start + len(span.tokens)
         self.num_bytes -= span.computed.num_bytes
         span.computed = self._runner.take(slot, start=start, end=end, at_end=at_end)
-        span.version = version
         span.experts = self._chosen(slot, start, end)
         self.num_bytes += span.computed.num_bytes
 

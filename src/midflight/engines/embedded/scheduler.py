@@ -22,7 +22,7 @@ from midflight.engines.embedded.whole import AnyRunner
 from midflight.engines.streams import StepOutput
 from midflight.errors import RequestRejected
 from midflight.models.routing import Routers
-from midflight.types import Finish, FinishReason, PauseMode, Version
+from midflight.types import Finish, FinishReason, KeyRuns, PauseMode, Version
 from midflight.types.token_ids import AnyIds
 
 Ints = NDArray[np.int64]
@@ -151,13 +151,16 @@ class Scheduler:
     def resume(self) -> None:
         if self.paused is PauseMode.RECOMPUTE:
             table = self._table
-            table.cached[table.active & (table.kv_version < self.version)] = 0
+            for slot in np.flatnonzero(table.active & (table.kv_version < self.version)).tolist():
+                table.forget_keys(slot)
         self.paused = None
 
     def serve(self, version: Version) -> None:
         """Says that the weights have changed. Tokens from now on are of `version`, and keys stored
         before keep their own.
         """
+        for slot in {*np.flatnonzero(self._table.active).tolist(), *self._left}:
+            self._table.close_keys(slot, self.version)
         self.version = version
         self._leaders.clear()
         self._prefixes.forget(before=self._oldest_usable)
@@ -212,6 +215,7 @@ class Scheduler:
             slots = slots[stand]
             positions = positions[stand]
             sampled = sampled.of(stand)
+        key_runs = self._begun_with_older_keys(slots)
         kv_versions = self._postprocess(slots, positions, sampled.token_ids)
         return self._flush(
             StepOutput(
@@ -220,6 +224,7 @@ class Scheduler:
                 token_ids=sampled.token_ids,
                 logprobs=sampled.logprobs,
                 kv_versions=kv_versions,
+                key_runs=key_runs,
                 top_ids=sampled.top_ids,
                 top_logprobs=sampled.top_logprobs,
                 kept=sampled.kept,
@@ -372,6 +377,21 @@ class Scheduler:
             return wanted, logits, masks
         return wanted[kept], logits[torch.from_numpy(kept).to(logits.device)], masks
 
+    def _begun_with_older_keys(self, slots: Ints) -> tuple[tuple[int, KeyRuns], ...]:
+        """The handles of the slots that sample for the first time, over keys of which some are
+        older, and the versions of these keys.
+        """
+        table = self._table
+        first = slots[table.begins[slots]]
+        if not len(first):
+            return ()
+        table.begins[first] = False
+        found: list[tuple[int, KeyRuns]] = []
+        for slot in np.unique(first[table.kv_version[first] < self.version]).tolist():
+            runs = table.key_runs(slot, int(table.length[slot]), version=self.version)
+            found.append((int(table.handles[slot]), runs))
+        return tuple(found)
+
     def _postprocess(self, slots: Ints, positions: Ints, token_ids: Ints) -> Ints:
         """Appends the tokens and ends the requests that end with them. Returns the version of the
         oldest key that each token attended to.
@@ -445,20 +465,22 @@ class Scheduler:
         table.blocked[slot] = prompt in self._leaders
         if table.blocked[slot]:
             return
-        known, version = self._prefixes.fill(slot, table.tokens[slot, : len(prompt)])
-        self.num_reused += known
-        if known:
-            table.cached[slot] = known
-            table.kv_version[slot] = version
-        if self._room.num_bytes and len(prompt) - known > 1:
+        known = self._prefixes.fill(slot, table.tokens[slot, : len(prompt)])
+        self.num_reused += len(known)
+        if len(known):
+            table.know(slot, known)
+        if self._room.num_bytes and len(prompt) - len(known) > 1:
             self._leaders[prompt] = slot
             table.leading[slot] = True
 
     def _add_prefix(self, slot: int) -> None:
         table = self._table
-        version = int(table.kv_version[slot])
-        if version >= self._oldest_usable:
-            self._prefixes.add(slot, table.tokens[slot, : table.cached[slot]], version=version)
+        if table.kv_version[slot] < self._oldest_usable:
+            return
+        cached = int(table.cached[slot])
+        runs = table.key_runs(slot, cached, version=self.version)
+        made_by, lengths = np.array(runs, dtype=np.int64).reshape(-1, 2).T
+        self._prefixes.add(slot, table.tokens[slot, :cached], np.repeat(made_by, lengths))
 
     def _finished_before(self, submission: Submission) -> Finish | None:
         """Returns how a request ends with the tokens that it has on arrival, or `None` if it goes

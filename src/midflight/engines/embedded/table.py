@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from midflight.engines.embedded.grammar import Constraint
 from midflight.engines.embedded.sampler import Biases, Masks, Penalties, SamplingBatch
 from midflight.text.detokenizer import StopMatcher
-from midflight.types import Feature, GenerateRequest
+from midflight.types import Feature, GenerateRequest, KeyRuns, Version
 from midflight.types.token_ids import AnyIds
 
 Ints = NDArray[np.int64]
@@ -58,6 +58,12 @@ class SlotTable:
         self.least = np.zeros(n, dtype=np.int64)
         """Length below which no stop id may be sampled."""
         self.kv_version = np.zeros(n, dtype=np.int64)
+        self.older_keys: list[list[tuple[Version, int]]] = [[] for _ in range(n)]
+        """The versions of the first keys of each slot, and where the keys of each end. All later
+        keys are of the version that is served. It counts where `kv_version` is older.
+        """
+        self.begins = np.zeros(n, dtype=np.bool_)
+        """True if the slot has sampled nothing with its keys yet."""
         self.seeds = np.zeros(n, dtype=np.int64)
         self.temperature = np.zeros(n)
         self.top_p = np.zeros(n)
@@ -95,7 +101,7 @@ class SlotTable:
         self.leading[slot] = False
         self.tokens[slot, : len(request.input_ids)] = request.input_ids
         self.length[slot] = len(request.input_ids)
-        self.cached[slot] = 0
+        self.forget_keys(slot)
         self.limit[slot] = min(request.num_prompt_tokens + sampling.max_tokens, self.max_context)
         self.least[slot] = request.num_prompt_tokens + sampling.min_tokens
         self.seeds[slot] = np.uint64(sampling.seed).astype(np.int64)
@@ -112,6 +118,42 @@ class SlotTable:
         self.wants_kept[slot] = request.wants_kept
         self._set_stop_ids(slot, submission.stop_ids)
         return slot
+
+    def forget_keys(self, slot: int) -> None:
+        """Says that all keys of the slot must be computed."""
+        self.cached[slot] = 0
+        self.older_keys[slot] = []
+        self.begins[slot] = True
+
+    def know(self, slot: int, versions: Ints) -> None:
+        """Says which versions computed the first keys of the slot, which are there now."""
+        self.cached[slot] = len(versions)
+        self.kv_version[slot] = versions.min()
+        ends = np.flatnonzero(np.diff(versions, append=-1)) + 1
+        self.older_keys[slot] = list(zip(versions[ends - 1].tolist(), ends.tolist(), strict=True))
+
+    def close_keys(self, slot: int, version: Version) -> None:
+        """Says that the keys of the slot from here on are of a newer version than `version`."""
+        ends = self.older_keys[slot]
+        cached = int(self.cached[slot])
+        if ends and ends[-1][0] == version:
+            ends.pop()
+        if cached > (ends[-1][1] if ends else 0):
+            ends.append((version, cached))
+
+    def key_runs(self, slot: int, num_keys: int, *, version: Version) -> KeyRuns:
+        """The versions of the first keys of the slot, if `version` is served."""
+        found: list[tuple[Version, int]] = []
+        start = 0
+        for made_by, end in (*self.older_keys[slot], (version, num_keys)):
+            if end == start:
+                continue
+            if found and found[-1][0] == made_by:
+                found[-1] = (made_by, found[-1][1] + end - start)
+            else:
+                found.append((made_by, end - start))
+            start = end
+        return tuple(found)
 
     def release(self, slot: int) -> Submission:
         submission = self.submissions[slot]

@@ -19,6 +19,7 @@ from midflight.types import (
     FinishReason,
     GenerateRequest,
     Likely,
+    OlderKeys,
     Segment,
     Turn,
     UInt8,
@@ -101,6 +102,7 @@ class Answer:
     _floor: Version | None = None
     """The version of this attempt's last chunk."""
     _turn: Turn | None = None
+    _older_keys: tuple[OlderKeys, ...] = ()
 
     def __init__(
         self,
@@ -199,6 +201,8 @@ class Answer:
         )
         if wrong is None and chunk.experts:
             wrong = self._wrong_experts(chunk)
+        if wrong is None and chunk.key_runs:
+            wrong = self._wrong_keys(chunk)
         if wrong is not None:
             raise EngineUnavailable(
                 f"reading a chunk of {len(chunk.token_ids)} tokens: {wrong}. Check the engine and "
@@ -206,6 +210,8 @@ class Answer:
             )
         self.ended = chunk.finish is not None
         self._floor = chunk.version
+        if chunk.key_runs:
+            self._older_keys += (OlderKeys(len(self.output_ids), chunk.key_runs),)
         num_kept, finish = self._cut(chunk.token_ids)
         if num_kept < len(chunk.token_ids):
             self.num_overshoot += len(chunk.token_ids) - num_kept
@@ -257,6 +263,7 @@ class Answer:
         self._add(turn.output_ids, turn.logprobs, (), turn.kept)
         for segment in turn.segments:
             self._label(segment.version, segment.kv_version, end=segment.end)
+        self._older_keys += turn.older_keys
         self.num_overshoot = turn.num_overshoot
         self.num_attempts = turn.num_resumes + 1
         self.finish = turn.finish
@@ -316,6 +323,9 @@ class Answer:
             kept=tuple(self.kept) if has_kept else (),
             experts=b"" if self._experts is None else self._experts.tobytes(),
             masked_by=masked_by,
+            older_keys=tuple(
+                [keys for keys in self._older_keys if keys.place < len(self.output_ids)]
+            ),
         )
         self.is_closed = True
         return self._turn
@@ -349,6 +359,17 @@ class Answer:
         if len(chunk.experts) % num_tokens == 0:
             return None
         return f"its record of experts has {len(chunk.experts)} bytes for {num_tokens} tokens"
+
+    def _wrong_keys(self, chunk: Chunk) -> str | None:
+        """Returns why the chunk's runs of keys make no sense, or `None` if they make sense."""
+        versions = [version for version, _ in chunk.key_runs]
+        numbers = [number for _, number in chunk.key_runs]
+        num_keys = len(self.prompt.ids) + len(self.output_ids)
+        if not chunk.token_ids or min(numbers) < 1 or sum(numbers) != num_keys:
+            return f"its runs of keys have lengths {numbers} for {num_keys} tokens before it"
+        if min(versions) != chunk.kv_version:
+            return f"its keys are of version {chunk.kv_version}, its runs of keys of {versions}"
+        return None
 
     def _ends(self, token_id: int) -> bool:
         """True if no token may follow this one."""

@@ -29,6 +29,7 @@ from midflight.types import (
     Finish,
     GenerateRequest,
     Json,
+    OlderKeys,
     SamplingParams,
     Segment,
     Turn,
@@ -280,6 +281,8 @@ class Node:
     """The engines' records of experts for the tokens from `first_recorded` to the end. Empty if
     engines record none.
     """
+    older_keys: tuple[OlderKeys, ...] = ()
+    """As in `Turn`."""
     conditions: bytes = b""
     """The way in which it was sampled, as `digests.conditions` writes it."""
     digest: bytes = digests.NOTHING
@@ -325,6 +328,7 @@ class Node:
             kept=b"".join(turn.kept),
             kept_lengths=packed([len(left) for left in turn.kept]) if turn.kept else b"",
             experts=experts,
+            older_keys=turn.older_keys,
             conditions=conditions,
             digest=digests.turn_digest(
                 digests.NOTHING if prompt.parent is None else prompt.parent.digest,
@@ -359,6 +363,7 @@ class Node:
             self.num_overshoot,
             kept=kept,
             masked_by=self.masked_by,
+            older_keys=self.older_keys,
         )
 
     @property

@@ -1,8 +1,8 @@
 """`midflight replay RUN --decisions`: the events of a run in the order in which they happened, applied
 to the same books; where these would decide otherwise today.
 
-What is decided again: whether a group may wait for a step, which groups a step gets, and which are
-closed because no step may train on them any more. When a group was admitted is not recorded.
+What is decided again: whether a group may start, whether it may wait for a step, which groups a step
+gets, and which are closed because no step may train on them any more.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from midflight.buffer.groups import Limits, Wait
 from midflight.config.load import past_config
 from midflight.errors import NoRun
 from midflight.run.rollout.system import buffer_limits
+from midflight.trajectories.database import decode_admission
 from midflight.trajectories.store import Store
 from midflight.types import Batch, Group, GroupKey, Reason
 from midflight.types.facts import (
     Admitted,
     GroupFinished,
+    Interrupted,
     Leased,
     TakenBack,
     TrajectoryKept,
@@ -50,8 +52,11 @@ class Decision:
 class Decisions:
     """The decisions of a run, made again."""
 
+    num_admissions: int = 0
     num_groups: int = 0
     num_leases: int = 0
+    num_unrecorded: int = 0
+    """Groups of an older Midflight, which did not record by what they were admitted."""
     different: tuple[Decision, ...] = ()
 
 
@@ -108,8 +113,12 @@ class _DecidesAgain:
                     f"{self._files.path} was begun by an older Midflight, which did not record its "
                     "events, so that its decisions cannot be made again."
                 )
+            case "admitted":
+                yield from self._admitted(link)
             case "waiting":
                 yield from self._finished(link)
+            case "interrupted":
+                self._books.apply(Interrupted())
             case "leased":
                 yield from self._leased(link)
             case "taken_back":
@@ -119,13 +128,23 @@ class _DecidesAgain:
             case reason:
                 yield from self._closed(link, Reason(reason))
 
+    def _admitted(self, link: Link) -> Iterator[Decision]:
+        self._found.num_admissions += 1
+        key = GroupKey(*link.key)
+        wait = self._books.admission(decode_admission(link.detail or b""))
+        if wait is not None:
+            yield Decision(link.number, f"group {key} was started, and would wait: {wait.detail}")
+        self._books.apply(Admitted(key, self._store.task(key)))
+
     def _finished(self, link: Link) -> Iterator[Decision]:
         self._found.num_groups += 1
         group = self._store.group(GroupKey(*link.key))
         reason = self._books.unfit(group)
         if reason is not None:
             yield Decision(link.number, f"group {group.key} waited, and would be dropped: {reason}")
-        self._books.apply(Admitted(group.key, self._store.task(group.key)))
+        if group.key not in self._books.running:
+            self._found.num_unrecorded += 1
+            self._books.apply(Admitted(group.key, self._store.task(group.key)))
         for trajectory in group.trajectories:
             self._books.apply(TrajectoryKept(trajectory, {}, {}))
         self._books.apply(GroupFinished(group, self._books.next_order))
@@ -141,13 +160,13 @@ class _DecidesAgain:
                 yield Decision(
                     link.number, f"group {key} was dropped ({reason}), and would be {now}"
                 )
-            return
         if key in self._waiting:
             if reason in AGED:
                 yield from self._aged(link, key, reason)
             del self._waiting[key]
-        elif reason is not Reason.SKIPPED:
-            return  # it ran, and was ended with the run
+        elif reason is not Reason.SKIPPED and key not in self._books.running:
+            self._found.num_unrecorded += reason in OF_SCORES
+            return  # it ran, by no record, or was in line
         self._books.apply(self._books.closing(key, reason))
 
     def _aged(self, link: Link, key: GroupKey, reason: Reason) -> Iterator[Decision]:

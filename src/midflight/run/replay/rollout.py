@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from midflight.archive.store_reader import reading
@@ -32,25 +31,22 @@ from midflight.types import (
     Chunk,
     EngineHealth,
     Feature,
-    Finish,
     GenerateRequest,
     LogprobKind,
     PauseMode,
     RolloutKey,
     Row,
-    SamplingParams,
     Segment,
     Task,
     Trajectory,
     Turn,
     WeightManifest,
 )
+from midflight.types.digests import read_conditions
 from midflight.types.facts import record_nothing
 from midflight.types.rollouts import TurnRecord
 from midflight.wire.in_process import ask
 from midflight.wire.memory import MemoryTransport
-
-_conditions = msgspec.msgpack.Decoder(tuple[SamplingParams | None, Finish, bool])
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,16 +164,17 @@ def _turns(rows: Sequence[Row]) -> tuple[Turn, ...]:
 
 def _turn(row: Row, record: TurnRecord) -> Turn:
     place = slice(record.first, record.end)
-    _, finish, sampled = _conditions.decode(record.conditions)
+    conditions = read_conditions(record.conditions)
     return Turn(
         tuple(row.token_ids[: record.first].tolist()),
         tuple(row.token_ids[place].tolist()),
         tuple(row.logprobs[place].tolist()),
         tuple(_segments(row, record)),
-        finish,
-        sampled,
+        conditions.finish,
+        conditions.policy_sampled,
         kept=kept_of(row, record),
         role=row.role,
+        older_keys=conditions.older_keys,
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from midflight.archive.runs import open_run
@@ -18,11 +19,17 @@ from midflight.config.load import past_config
 from midflight.config.sections import Config
 from midflight.errors import ConfigError, NoRun
 from midflight.models.export import export_model
-from midflight.models.load import load_model
+from midflight.models.load import load_frame, load_model
+from midflight.models.names import named_tensors
 from midflight.observe.journal import Journal
+from midflight.observe.lines import StepLine
 from midflight.observe.run_state import RunState
+from midflight.run.replay.ranks import train_in_ranks
 from midflight.run.replay.recorded_steps import StoredBatches, lines_of
-from midflight.trainer.model.probe import proven_layout
+from midflight.trainer.model.microbatch import Layout
+from midflight.trainer.model.probe import proven_layout, shared_layout
+from midflight.trainer.model.rank_buckets import collect
+from midflight.trainer.model.ranks import Ranks, own_device
 from midflight.trainer.report import StepReport
 from midflight.trainer.trainer import PolicyTrainer, trainer_of
 from midflight.types.facts import Stepped
@@ -34,38 +41,79 @@ def train_on_rollouts(
     """Makes as many steps as `run.steps` asks for, or as the source has. Returns the folder of the
     new model. The trainer begins with `model.path`, or with the model that the source began with.
     """
-    disable_progress_bar()
     open_run(source)
-    recorded = past_config(source / "config.toml")
-    lines = [line for line in lines_of(source).values() if line.tokens]
-    if not lines:
+    if not _steps_to_make(config, source):
         raise NoRun(f"{source} has no step with tokens to train on; give a run that has trained.")
-    _check(config, recorded, source)
-    begins_with = config.model.path or source / "start"
+    _check(config, past_config(source / "config.toml"), source)
+    if config.trainer.ranks == 1:
+        train_rank(config, source, say=say)
+    else:
+        train_in_ranks(config, source)
+    return Path(config.run.folder) / "model"
+
+
+def _steps_to_make(config: Config, source: Path) -> list[StepLine]:
+    lines = [line for line in lines_of(source).values() if line.tokens]
+    return lines[: config.run.steps]
+
+
+def train_rank(config: Config, source: Path, *, say: Callable[[str], None]) -> None:
+    """Makes the steps, and exports the model. All ranks read the batches, and the first one writes."""
+    disable_progress_bar()
+    recorded = past_config(source / "config.toml")
     torch.set_num_threads(config.trainer.threads)
-    model = load_model(begins_with, dtype=config.model.dtype, device=config.trainer.device)
-    layout, _ = proven_layout(model, max_context=recorded.model.max_context)
-    trainer = trainer_of(config, model, layout=layout)
-    folder = Path(config.run.folder)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    os.umask(0o077)  # it has what the conversations of the run taught
-    (folder / "config.toml").write_text(as_toml(config))
-    state = RunState(name=config.run.name, steps=config.run.steps)
-    journal = Journal(folder / "metrics.jsonl", state)
+    begins_with = Path(config.model.path or source / "start")
+    trainer = _trainer(config, begins_with, max_context=recorded.model.max_context)
     batch_of = StoredBatches(source, recorded)
+    folder = Path(config.run.folder)
+    state = RunState(name=config.run.name, steps=config.run.steps)
+    journal: Journal | None = None
+    if trainer.ranks.is_first:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.umask(0o077)  # it has what the conversations of the run taught
+        (folder / "config.toml").write_text(as_toml(config))
+        journal = Journal(folder / "metrics.jsonl", state)
     try:
-        for line in lines[: config.run.steps]:
+        for line in _steps_to_make(config, source):
             trainer.version = line.version - 1
             started = time.monotonic()
             report = trainer.step(batch_of(line))
-            step = _fact(report, line.step, started)
-            state.apply(step)
-            journal.apply(step)
-            say(_words(trainer, report))
+            if journal is not None:
+                step = _fact(report, line.step, started)
+                state.apply(step)
+                journal.apply(step)
+                say(_words(trainer, report))
     finally:
-        journal.close()
-    export_model(model, begins_with, folder / "model")
-    return folder / "model"
+        if journal is not None:
+            journal.close()
+    _export(config, trainer, begins_with, folder / "model")
+
+
+def _trainer(config: Config, begins_with: Path, *, max_context: int) -> PolicyTrainer:
+    """The trainer of this rank. With several the first one alone loads the weights."""
+    ranks = Ranks.joined()
+    device = own_device(config.trainer.device)
+    layout: Layout | None = None
+    if ranks.is_first:
+        at = str(device) if ranks.size == 1 else "cpu"
+        model = load_model(begins_with, dtype=config.model.dtype, device=at)
+        layout, _ = proven_layout(model, max_context=max_context)
+    else:
+        model = load_frame(begins_with, dtype=config.model.dtype)
+    return trainer_of(config, model, layout=shared_layout(layout), ranks=ranks, device=device)
+
+
+def _export(config: Config, trainer: PolicyTrainer, begins_with: Path, into: Path) -> None:
+    """Exports the model. Ranks that share it put it together in a copy that the first one has."""
+    model = trainer.model
+    if trainer.ranks.size > 1:
+        whole: dict[str, Tensor] = {}
+        if trainer.ranks.is_first:
+            model = load_model(begins_with, dtype=config.model.dtype, device="cpu")
+            whole = named_tensors(model)
+        collect(named_tensors(trainer.model), whole, trainer.ranks)
+    if trainer.ranks.is_first:
+        export_model(model, begins_with, into)
 
 
 def _check(config: Config, recorded: Config, source: Path) -> None:
@@ -109,7 +157,8 @@ def _fact(report: StepReport, lease: int, started: float) -> Stepped:
 
 def _words(trainer: PolicyTrainer, report: StepReport) -> str:
     norm = report.metrics.get("grad_norm", float("nan"))
+    ranks = f" on {trainer.ranks.size} ranks" if trainer.ranks.size > 1 else ""
     return (
         f"step {trainer.num_steps}: loss {report.loss:.5f}, gradient {norm:.4f}, "
-        f"{report.num_tokens} tokens"
+        f"{report.num_tokens} tokens{ranks}"
     )

@@ -4,7 +4,8 @@
 An engine reads the prompt of an answer and samples its tokens one after the other. The step that
 samples a token also makes the keys of the token before it. If a new version comes in the middle of
 an answer and the keys stay, later tokens attend to keys of several versions. A token's label names
-its version and the version of the oldest key. The keys are made here as the labels say.
+its version and the version of the oldest key. Where an engine began with older keys, the record
+says which these are (`OlderKeys`). The keys are made here as labels and record say.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from midflight.models.names import assign, named_tensors
 from midflight.run.replay.fingerprints import recorded_fingerprints, served_fingerprint
 from midflight.trainer.checkpoint import WEIGHTS
 from midflight.trainer.folders import Shards, checkpoints, verified, version_of
-from midflight.types import Finish, Row, SamplingParams, Version
+from midflight.types import KeyRuns, Row, Version
+from midflight.types.digests import Conditions, read_conditions
 from midflight.types.rollouts import TurnRecord
 from midflight.types.sampling_masks import unpack_kept
 
 BOUNDS: Mapping[str, float] = {"float32": 2e-3, "bfloat16": 0.25, "float16": 0.05}
 """Nats by which two ways of computing the same may differ, by the type that engines serve in."""
-_conditions = msgspec.msgpack.Decoder(tuple[SamplingParams | None, Finish, bool])
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class RecordedAnswer:
     rollout: str
     row: Row
     record: TurnRecord
+    conditions: Conditions
 
     @property
     def labels(self) -> list[tuple[Version, Version]]:
@@ -61,14 +63,26 @@ class RecordedAnswer:
         return list(zip(versions, self.row.kv_versions[place].tolist(), strict=True))
 
     @property
-    def begins_with_older_keys(self) -> bool:
-        """True if its first token attended to keys of an older version."""
+    def older_keys(self) -> dict[int, KeyRuns]:
+        """The keys that an engine began with, if some were older, by the number of the token that
+        it sampled first.
+        """
+        return {keys.place: keys.runs for keys in self.conditions.older_keys}
+
+    @property
+    def lacks_older_keys(self) -> bool:
+        """True if its first token attended to keys of an older version, and the record does not say
+        which these were.
+        """
         version, kv_version = self.labels[0]
-        return kv_version < version
+        return kv_version < version and 0 not in self.older_keys
 
     @property
     def versions(self) -> set[Version]:
-        return {version for label in self.labels for version in label}
+        found = {version for label in self.labels for version in label}
+        for runs in self.older_keys.values():
+            found |= {version for version, _ in runs}
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +116,8 @@ class WeightsProof:
     num_compared: int = 0
     """Kept versions, and the exported model, whose weights are those of the steps' digests."""
     num_mixed: int = 0
-    """Answers that are not judged: parts of their prompt have keys of older versions
-    (`engine.prefix_age`), and their labels do not say which.
+    """Answers that are not judged: parts of their prompt have keys of older versions, and their
+    engine did not say which, as servers and older Midflights do not.
     """
 
     @property
@@ -136,7 +150,7 @@ def prove_weights(folder: Path, *, number: int = 32, seed: int | None = None) ->
             if answer.row.loss_mask[difference.token]
         ]
         largest = max(found, key=lambda difference: difference.nats)
-        if largest.nats > bound and answer.begins_with_older_keys:
+        if largest.nats > bound and answer.lacks_older_keys:
             num_mixed += 1
             continue
         num_tokens += len(found)
@@ -222,21 +236,29 @@ def _answers(folder: Path) -> Iterator[RecordedAnswer]:
             for row in rows:
                 for record in row.records:
                     if record.end > record.first and row.loss_mask[record.first : record.end].any():
-                        yield RecordedAnswer(name, row, record)
+                        try:
+                            conditions = read_conditions(record.conditions)
+                        except msgspec.MsgspecError:  # as above
+                            continue
+                        yield RecordedAnswer(name, row, record, conditions)
 
 
 def _differences(
     answer: RecordedAnswer, models: Callable[[Version], PreTrainedModel]
 ) -> list[Difference]:
-    """The differences of an answer's tokens. Its prompt may have been read by the version of its
-    first token, or by an older one if it was asked for before a new version came: the nearer of the
-    two counts.
+    """The differences of an answer's tokens. Where the record does not say which keys it began
+    with, its prompt may have been read by the version of its first token, or by an older one if it
+    was asked for before a new version came: the nearer of the two counts.
     """
     labels = answer.labels
     place = slice(answer.record.first, answer.record.end)
     recorded = answer.row.logprobs[place].astype(np.float64)
-    readers = set(labels[0])
-    tries = [_logprobs(answer, models, read_by=reader) for reader in sorted(readers)]
+    known = answer.older_keys
+    guesses = [known]
+    if answer.lacks_older_keys:
+        version, reader = labels[0]
+        guesses.append({**known, 0: ((reader, answer.record.first - 1), (version, 1))})
+    tries = [_logprobs(answer, models, older_keys=guess) for guess in guesses]
     nearest = min(tries, key=lambda made: float(np.abs(made - recorded).max()))
     return [
         Difference(
@@ -251,23 +273,27 @@ def _differences(
 
 
 def _logprobs(
-    answer: RecordedAnswer, models: Callable[[Version], PreTrainedModel], *, read_by: Version
+    answer: RecordedAnswer,
+    models: Callable[[Version], PreTrainedModel],
+    *,
+    older_keys: Mapping[int, KeyRuns],
 ) -> NDArray[np.float64]:
-    """The log-probabilities of an answer's tokens, [T]. `read_by` read the prompt."""
+    """The log-probabilities of an answer's tokens, [T]. `older_keys` are as in `RecordedAnswer`."""
     ids = answer.row.token_ids[: answer.record.end].tolist()
     first = answer.record.first
+    begun = np.searchsorted(sorted(older_keys), np.arange(len(answer.labels)), side="right")
     keys: object = None
     num_keys = 0
-    if read_by != answer.labels[0][0]:
-        _, keys = _read(models(read_by), ids[: first - 1], None)
-        num_keys = first - 1
     parts: list[Tensor] = []
     end = first
-    for (version, kv_version), run in groupby(answer.labels):
-        if version == kv_version:
+    for ((version, kv_version), _), run in groupby(zip(answer.labels, begun.tolist(), strict=True)):
+        length = len(list(run))
+        if end - first in older_keys:
+            keys = _keys(older_keys[end - first], ids[: end - 1], models)
+            num_keys = end - 1
+        elif version == kv_version:
             keys = None
             num_keys = 0
-        length = len(list(run))
         end += length
         logits, keys = _read(models(version), ids[num_keys : end - 1], keys)
         num_keys = end - 1
@@ -277,9 +303,23 @@ def _logprobs(
     return logits.log_softmax(-1).gather(-1, chosen)[:, 0].numpy()
 
 
+def _keys(
+    runs: KeyRuns, ids: Sequence[int], models: Callable[[Version], PreTrainedModel]
+) -> object:
+    """The keys of these tokens, each made by the version that `runs` say."""
+    keys: object = None
+    start = 0
+    for version, number in runs:
+        read = ids[start : start + number]
+        if read:
+            _, keys = _read(models(version), read, keys)
+        start += number
+    return keys
+
+
 def _as_sampled(logits: Tensor, answer: RecordedAnswer) -> Tensor:
     """The logits [T, V] at the temperature of the request, over the ids that truncation left."""
-    sampling, _, _ = _conditions.decode(answer.record.conditions)
+    sampling = answer.conditions.sampling
     if sampling is not None and sampling.temperature > 0:
         logits = logits / sampling.temperature
     for number, ids in enumerate(_kept(answer.row, answer.record)):

@@ -47,8 +47,8 @@ from midflight.text.tokenizer import Tokenizer
 from midflight.trainer.folders import newest_whole, version_of
 from midflight.trainer.model.determinism import compute_in_one_order
 from midflight.trainer.model.microbatch import Layout
-from midflight.trainer.model.probe import proven_layout
-from midflight.trainer.model.ranks import Ranks, backend_of, join
+from midflight.trainer.model.probe import proven_layout, shared_layout
+from midflight.trainer.model.ranks import Ranks, backend_of, join, own_device
 from midflight.trainer.own_loss import objective_of
 from midflight.trainer.trainer import PolicyTrainer, trainer_of
 from midflight.trajectories.pairs import copy_name, drafted
@@ -358,7 +358,7 @@ def _team(
     checkpoints = Path(config.run.folder) / "checkpoints"
     if config.trainer.ranks > 1:
         _join(spec, size=config.trainer.ranks, device=config.trainer.device)
-        _shared_layout(layout)
+        shared_layout(layout)
     publisher = _sharing(config, sending_host(config.gateway.host, spec.host))
     return Team(
         _trainer(config, model, layout),
@@ -408,18 +408,9 @@ def _follower(config: Config, spec: TrainerSpec) -> PolicyTrainer:
     them. This rank makes the model without weights, and gets its rows from the first one.
     """
     _join(spec, size=config.trainer.ranks, device=config.trainer.device)
-    layout = _shared_layout(None)
+    layout = shared_layout(None)
     model = load_frame(Path(config.run.folder) / "start", dtype=config.model.dtype)
     return _trainer(config, model, layout)
-
-
-def _shared_layout(layout: Layout | None) -> Layout:
-    """The layout that the first rank has proven. The others have none, and no weights to prove one
-    with.
-    """
-    layouts = list(Layout)
-    number = -1 if layout is None else layouts.index(layout)
-    return layouts[Ranks.joined().largest(number)]
 
 
 def _join(spec: TrainerSpec, *, size: int, device: str) -> None:
@@ -436,7 +427,7 @@ def _join(spec: TrainerSpec, *, size: int, device: str) -> None:
 def _trainer(config: Config, model: PreTrainedModel, layout: Layout) -> PolicyTrainer:
     reference = None
     ranks = Ranks.joined()
-    device = _own_device(config.trainer.device)
+    device = own_device(config.trainer.device)
     prepare(device)
     if config.objective.kl_coefficient:
         folder = Path(config.run.folder) / "reference"
@@ -458,14 +449,6 @@ def _trainer(config: Config, model: PreTrainedModel, layout: Layout) -> PolicyTr
         ranks=ranks,
         device=device,
     )
-
-
-def _own_device(device: str) -> torch.device:
-    """The device of this rank, which `join` has chosen if it is one of several GPUs."""
-    found = torch.device(device)
-    if str(found) == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return found
 
 
 def _export(config: Config, team: Team, folder: Path, *, merged: bool = False) -> None:
@@ -627,7 +610,7 @@ async def _train(
                 stage_seconds=section.stage_seconds,
                 # after a restart the folders of servers are there already
                 spare=0 if spec.life else staged_bytes(config, model_sizes(config.model)),
-                device=_own_device(config.trainer.device) if stays_on_gpus(config) else CPU,
+                device=own_device(config.trainer.device) if stays_on_gpus(config) else CPU,
                 by_handles=by_handles(config),
                 out_of_weights=config.engine.takes_turns,
             )

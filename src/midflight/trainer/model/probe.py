@@ -31,6 +31,7 @@ from midflight.models.proof import (
 )
 from midflight.trainer.model.microbatch import Index, Layout, Predictions, split
 from midflight.trainer.model.policy import Policy
+from midflight.trainer.model.ranks import Ranks
 
 PART = "trainer"
 TEMPERATURE = 0.7
@@ -58,6 +59,15 @@ def proven_layout(
     if not found.is_right:
         raise ConfigError(f"training {type(model).__name__}: {found.reason}")
     return Layout(found.layout), found
+
+
+def shared_layout(layout: Layout | None) -> Layout:
+    """The layout that the first rank has proven. The others have none, and no weights to prove one
+    with.
+    """
+    layouts = list(Layout)
+    number = -1 if layout is None else layouts.index(layout)
+    return layouts[Ranks.joined().largest(number)]
 
 
 def prove_itself(model: PreTrainedModel, max_context: int | None = None) -> Proof:

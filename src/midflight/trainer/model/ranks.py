@@ -72,6 +72,14 @@ def join(
     )
 
 
+def own_device(device: str) -> torch.device:
+    """The device of this rank, which `join` has chosen if it is one of several GPUs."""
+    found = torch.device(device)
+    if str(found) == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
 def interface_of(host: str) -> str | None:
     """Name of this machine's network interface that has the address, or None if there is none, or
     the system does not tell (Linux does).
