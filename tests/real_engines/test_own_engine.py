@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -15,9 +17,10 @@ from tests.engines.reading import labels, until_tokens
 from tests.engines.sites import ModelSite
 from tests.real_engines.conftest import started
 from tests.real_engines.direct import PROMPT, Breaking, serves, update
-from tests.real_engines.process import ServerProcess
+from tests.real_engines.process import ServerProcess, interpreter
 from tests.real_engines.sites import attached, tied
 
+from midflight.engines.servers.command import INSIDE
 from midflight.engines.servers.direct import DirectLoader
 from midflight.errors import EngineError
 from midflight.models.names import named_tensors
@@ -116,3 +119,31 @@ def test_i7_a_trainer_that_is_cut_off_in_mid_update_leaves_the_version_before(
         assert await serves(site, 3)
 
     on(server, test)
+
+
+DIGESTS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+import midflight_in_sglang as plugin
+from midflight_direct import OwnUpdate
+
+class Updater:
+    def __init__(self, model):
+        self.get_model = lambda: model
+
+models = [torch.nn.Linear(1, 1) for _ in range(2)]
+plugin._updates.append(OwnUpdate(models[0]))
+for model, could in ((models[0], False), (models[1], True), (models[0], True)):
+    plugin._load_and_note(lambda updater, weights: (could, ""), Updater(model), [("a", torch.zeros(1))])
+    print(len(plugin._updates[0].state()["arrived"]))
+"""
+
+
+def test_a_bucket_that_a_worker_cannot_load_has_no_digest_nor_one_of_a_draft_model() -> None:
+    """SGLang answers for its first worker only, so the digests say that another one has failed."""
+    words = [str(interpreter("sglang")), "-c", DIGESTS, str(INSIDE)]
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(words, env=environ | {"SGLANG_USE_CPU_ENGINE": "1"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split()[-3:] == ["0", "0", "1"]

@@ -194,12 +194,15 @@ def _begin_own(original, manager, asked):
     return original(manager, asked)
 
 
-def _arrived(weights, updater, **asked):
-    """Hashes a bucket. An update without a tensor only labels the weights."""
+def _load_and_note(original, updater, weights):
+    """Loads a bucket and hashes it. A bucket that could not be loaded has no digest: SGLang answers
+    for its first worker only. An update without a tensor only labels the weights.
+    """
+    success, message = original(updater, weights)
     for update in _updates:
-        if weights:
+        if success and weights and update.loads(updater.get_model()):
             update.arrive(weights)
-    return weights
+    return success, message
 
 
 def _loaded(said, manager, asked):
@@ -422,9 +425,9 @@ def register():
     )
     HookRegistry.register(
         "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
-        ".receive_weights_from_distributed",
-        _arrived,
-        HookType.AFTER,
+        ".load_weights_from_distributed",
+        _load_and_note,
+        HookType.AROUND,
     )
     HookRegistry.register(
         f"{parts}.internal_state.SchedulerInternalStateController.get_internal_state",

@@ -80,7 +80,8 @@ NEEDS = {
         ),
         "sglang.srt.model_executor.model_runner_components.weight_updater": (
             "WeightUpdater",
-            "receive_weights_from_distributed",
+            "get_model",
+            "load_weights_from_distributed",
             "begin_weight_update",
             "end_weight_update",
         ),
