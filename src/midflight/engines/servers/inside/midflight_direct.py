@@ -384,7 +384,11 @@ class OwnUpdate:
         self.beside = None
 
     def state(self):
-        return {"arrived": self._arrived.digests(), "keeps": self.can_keep}
+        return {
+            "arrived": self._arrived.digests(),
+            "keeps": self.can_keep,
+            "stages": self.can_stage,
+        }
 
 
 def room_like(tensor, *, on_device):
