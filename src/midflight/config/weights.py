@@ -12,11 +12,10 @@ class WeightsSection(Section):
     the workers of vLLM and SGLang. auto chooses; `--dry-run` says which, and why.
     """
     server_engine: bool = True
-    """Where `direct` goes from GPU to GPU, the server's own transfer engine receives: vLLM's NCCL
-    engine beside running answers, if its GPUs have room for the weights twice; else, and by SGLang's
-    update by a process group, in the pause. Untested on a GPU. false, or on one GPU: our plugin
-    receives beside running answers, on one machine by CUDA IPC; over host memory if the trainer has
-    several ranks.
+    """Where `direct` goes from GPU to GPU, the server's own transfer engine receives, vLLM's by NCCL
+    and SGLang's by a process group: beside running answers, if its GPUs have room for the weights
+    twice, else in the pause. Untested on a GPU. false, or on one GPU: our plugin receives beside
+    running answers, on one machine by CUDA IPC; over host memory if the trainer has several ranks.
     """
     every: Positive = 1
     """Steps from one published version to the next, at most `rollout.max_staleness` + 1. Larger

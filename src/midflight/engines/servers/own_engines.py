@@ -6,8 +6,8 @@ the weights that were served, and says the digest of each bucket that has arrive
 
 | | where it loads | the pause |
 |---|---|---|
-| vLLM, whose GPUs have room for the weights twice | into a model beside the served one, while it generates | exchanges the two |
-| vLLM without that room, and SGLang | in place | is as long as the load |
+| GPUs that have room for the weights twice | into a model beside the served one, while the server generates | exchanges the two |
+| others | in place | is as long as the load |
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -59,6 +59,15 @@ def _arrived(states: Sequence[WorkerState], order: TransferOrder) -> Sequence[Wo
     ]
 
 
+def _forms(
+    order: TransferOrder, names: Sequence[str]
+) -> tuple[Sequence[str], Sequence[tuple[int, ...]]]:
+    """The types of these tensors in the words of servers, and their shapes."""
+    specs = {name: (dtype, shape) for name, dtype, shape, *_ in order.tensors}
+    dtypes = [TORCH_NAMES[specs[name][0]] for name in names]
+    return dtypes, [specs[name][1] for name in names]
+
+
 class SglangOwnEngine:
     """SGLang's update by a process group, which its workers join as `torch.distributed` makes one."""
 
@@ -80,44 +89,45 @@ class SglangOwnEngine:
         """Returns when the server has loaded the last bucket."""
         if not order.again:
             await self._join(order)
-        await self._open()
+        group = self._group
+        if self.is_beside:
+            await self._plugin.tell("midflight:stage", flush_cache=False)
+            group = f"midflight:beside:{group}"
+        else:
+            await self._open()
         self._order = order
-        specs = {name: (dtype, shape) for name, dtype, shape, *_ in order.tensors}
         for names in order.buckets:
-            await self._update(
-                names=names,
-                dtypes=[TORCH_NAMES[specs[name][0]] for name in names],
-                shapes=[specs[name][1] for name in names],
-                load_format="flattened_bucket",
-                flush_cache=False,
-            )
+            dtypes, shapes = _forms(order, names)
+            bucket = {
+                "names": names,
+                "dtypes": dtypes,
+                "shapes": shapes,
+                "load_format": "flattened_bucket",
+                "group_name": group,
+                "flush_cache": False,
+            }
+            await self._client.post("/update_weights_from_distributed", bucket)
 
     async def serve(self, version: Version, *, recompute: bool) -> None:
         """See `OwnEngine`. SGLang labels weights in an update, which may be empty."""
-        await self._update(
-            names=[], dtypes=[], shapes=[], weight_version=str(version), flush_cache=recompute
-        )
+        if self.is_beside:
+            await self._plugin.serve("midflight:swap", version, recompute=recompute)
+        else:
+            await self._plugin.serve(self._group, version, recompute=recompute)
+            await self._client.post("/end_weight_update", {})
         self._order = None
-        await self._client.post("/end_weight_update", {})
 
     async def abandon(self) -> None:
+        """See `OwnEngine`. SGLang knows of no update that comes beside the served weights."""
         self._order = None
+        if self.is_beside:
+            return
         with suppress(EngineError):
             await self._client.post("/end_weight_update", {})
 
     async def take(self, version: Version, *, recompute: bool) -> None:
         """Takes back the weights that the plugin has kept."""
-        await self._client.post(
-            "/update_weights_from_distributed",
-            {
-                "names": [],
-                "dtypes": [],
-                "shapes": [],
-                "group_name": "midflight:own",
-                "weight_version": str(version),
-                "flush_cache": recompute,
-            },
-        )
+        await self._plugin.serve("midflight:own", version, recompute=recompute)
 
     async def _join(self, order: TransferOrder) -> None:
         left = self._group
@@ -143,11 +153,6 @@ class SglangOwnEngine:
         except EngineError:
             await self._client.post("/end_weight_update", {})
             await self._client.post("/begin_weight_update", {})
-
-    async def _update(self, **body: object) -> None:
-        await self._client.post(
-            "/update_weights_from_distributed", {"group_name": self._group, **body}
-        )
 
 
 class VllmOwnEngine:
@@ -224,12 +229,8 @@ class VllmOwnEngine:
             await self._client.post("/start_weight_update")
 
     async def _update(self, order: TransferOrder, names: Sequence[str]) -> None:
-        specs = {name: (dtype, shape) for name, dtype, shape, *_ in order.tensors}
-        info = {
-            "names": names,
-            "dtype_names": [TORCH_NAMES[specs[name][0]] for name in names],
-            "shapes": [specs[name][1] for name in names],
-        }
+        dtypes, shapes = _forms(order, names)
+        info = {"names": names, "dtype_names": dtypes, "shapes": shapes}
         self._unfinished = False  # an update that fails is over for vLLM
         await self._client.post("/update_weights", {"update_info": info})
         self._unfinished = True

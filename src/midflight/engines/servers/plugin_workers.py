@@ -81,24 +81,18 @@ class SglangWorkers:
         """See `DirectServer`. SGLang refuses to clear its cache while requests hold keys, and only
         retracted requests hold none.
         """
-        body: dict[str, object] = {
-            "names": [],
-            "dtypes": [],
-            "shapes": [],
-            "group_name": "midflight:",
-            "weight_version": str(version),
-            "flush_cache": recompute,
-        }
-        await self._client.post("/update_weights_from_distributed", body)
+        await self.serve("midflight:", version, recompute=recompute)
+
+    async def serve(self, group: str, version: Version, *, recompute: bool) -> None:
+        """Serves the version that lies where the name of the group says."""
+        await self.tell(group, weight_version=str(version), flush_cache=recompute)
 
     async def let_go(self) -> None:
-        body: dict[str, object] = {
-            "names": [],
-            "dtypes": [],
-            "shapes": [],
-            "group_name": "midflight:let_go",
-            "flush_cache": False,
-        }
+        await self.tell("midflight:let_go", flush_cache=False)
+
+    async def tell(self, group: str, **more: object) -> None:
+        """An update without tensors. The name of its group is an order to our plugin."""
+        body = {"names": [], "dtypes": [], "shapes": [], "group_name": group, **more}
         await self._client.post("/update_weights_from_distributed", body)
 
 

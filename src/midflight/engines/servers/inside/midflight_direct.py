@@ -350,6 +350,10 @@ class OwnUpdate:
         exchange(self._model, self.beside)
         self.kept = label
 
+    def loads(self, model):
+        """True if an update loads this model: it comes in place, or beside."""
+        return model is self._model or model is self.beside
+
     def arrive(self, tensors):
         """Takes note of a bucket: (name, tensor) of each whole tensor, in the order of its bytes."""
         self._arrived.add(bytes_of([tensor for _, tensor in tensors]))
@@ -380,7 +384,11 @@ class OwnUpdate:
         self.beside = None
 
     def state(self):
-        return {"arrived": self._arrived.digests(), "keeps": self.can_keep}
+        return {
+            "arrived": self._arrived.digests(),
+            "keeps": self.can_keep,
+            "stages": self.can_stage,
+        }
 
 
 def room_like(tensor, *, on_device):

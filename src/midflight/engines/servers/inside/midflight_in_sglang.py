@@ -15,11 +15,14 @@ or not.
 Each piece of an answer says which weights made which token.
 
 Where SGLang's own engine brings a version, in groups of any other name, the plugin adds what SGLang
-lacks: `/begin_weight_update` keeps the weights that are served, `/server_info` lists the digests of
-what has arrived, and an update in a group of our name takes the kept weights back.
+lacks. `/server_info` lists the digests of what has arrived. Where the GPU has room, updates in
+groups of our name make a model beside the served one, give it to SGLang's engine bucket by bucket
+while SGLang generates, and exchange the two. Otherwise `/begin_weight_update` keeps the weights that
+are served. One more such update takes them back.
 """
 
 import json
+from dataclasses import replace
 
 import midflight_needs  # noqa: F401 (it checks what SGLang must have, before that is imported)
 import torch
@@ -155,6 +158,12 @@ def _draw(draw, logprobs, seed, positions):
 
 GROUP = "midflight:"
 """The beginning of the name of a group that is ours. An order follows it, as JSON."""
+STAGE = "midflight:stage"
+"""The name by which an update of SGLang's own begins beside the served weights."""
+BESIDE = "midflight:beside:"
+"""The beginning of the name of the group by which its buckets come. SGLang's own name follows it."""
+SWAP = "midflight:swap"
+"""The name by which it is served."""
 OWN = "midflight:own"
 """The name by which an update of SGLang's own is taken back."""
 LET_GO = "midflight:let_go"
@@ -194,12 +203,15 @@ def _begin_own(original, manager, asked):
     return original(manager, asked)
 
 
-def _arrived(weights, updater, **asked):
-    """Hashes a bucket. An update without a tensor only labels the weights."""
+def _load_and_note(original, updater, weights):
+    """Loads a bucket and hashes it. A bucket that could not be loaded has no digest: SGLang answers
+    for its first worker only. An update without a tensor only labels the weights.
+    """
+    success, message = original(updater, weights)
     for update in _updates:
-        if weights:
+        if success and weights and update.loads(updater.get_model()):
             update.arrive(weights)
-    return weights
+    return success, message
 
 
 def _loaded(said, manager, asked):
@@ -263,29 +275,87 @@ def _take(original, manager, asked):
         return original(manager, asked)
     from sglang.srt.managers import io_struct
 
+    success = True
+    message = "done"
     if asked.group_name == LET_GO:
         _buffer(manager).let_go()
-        return io_struct.UpdateWeightsFromDistributedReqOutput(success=True, message="let go")
-    if asked.group_name == OWN:
-        taken = _taken_back(manager, asked.weight_version)
+    elif asked.group_name == STAGE:
+        _stage(manager)
+    elif asked.group_name.startswith(BESIDE):
+        success, message = _load_beside(manager, asked)
     else:
-        taken = _swapped_in(manager, int(asked.weight_version))
-    if not taken:
-        return io_struct.UpdateWeightsFromDistributedReqOutput(
-            success=False, message=f"version {asked.weight_version} is not with every worker"
-        )
-    manager.record_weight_version_after_update(asked.weight_version)
-    success, message = manager.flush_cache_after_weight_update(asked, True, "swapped")
+        success, message = _serve(manager, asked)
     return io_struct.UpdateWeightsFromDistributedReqOutput(success=success, message=message)
 
 
+def _serve(manager, asked):
+    if asked.group_name == SWAP:
+        failure = _swapped_own(manager)
+    elif asked.group_name == OWN:
+        failure = _taken_back(manager, asked.weight_version)
+    else:
+        failure = _swapped_in(manager, int(asked.weight_version))
+    if failure:
+        return False, failure
+    manager.record_weight_version_after_update(asked.weight_version)
+    return manager.flush_cache_after_weight_update(asked, True, "swapped")
+
+
+def _stage(manager):
+    from sglang.srt.runtime_context import get_serving
+
+    _buffer(manager).forget()
+    update = _update(manager)
+    update.clear(get_serving().weight_version)
+    update.stage(beside(manager.tp_worker.model_runner.model))
+
+
+def _load_beside(manager, asked):
+    """Lets SGLang's own engine receive a bucket and load it into the model beside the served one. The
+    step that is under way ends before, because two groups of NCCL at once can wait for each other.
+    """
+    update = _update(manager)
+    updater = replace(
+        manager.tp_worker.model_runner.weight_updater, get_model=lambda: update.beside
+    )
+    device = torch.device(updater.device)
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
+    try:
+        weights = updater.receive_weights_from_distributed(
+            names=asked.names,
+            dtypes=asked.dtypes,
+            shapes=asked.shapes,
+            group_name=asked.group_name.removeprefix(BESIDE),
+            load_format=asked.load_format,
+        )
+    except Exception as error:
+        return False, f"receiving a bucket: {error}"
+    return updater.load_weights_from_distributed(weights)
+
+
+def _swapped_own(manager):
+    """Serves the update that has come beside, in each worker that can. Returns why a worker cannot,
+    or nothing. The others then take it back.
+    """
+    from sglang.srt.runtime_context import get_serving
+
+    failure = ""
+    try:
+        _update(manager).swap(get_serving().weight_version)
+    except (ValueError, RuntimeError) as error:
+        failure = str(error)
+    return next(filter(None, _each(manager, failure)), "")
+
+
 def _swapped_in(manager, version):
+    """Serves a version that our plugin has received. Returns why it cannot, or nothing."""
     buffer = _buffer(manager)
     if not all(_each(manager, buffer.holds(version))):
-        return False
+        return f"version {version} is not with every worker"
     _update(manager).forget()
     buffer.take(version)
-    return True
+    return ""
 
 
 def _taken_back(manager, label):
@@ -294,9 +364,9 @@ def _taken_back(manager, label):
     update = _update(manager)
     served = get_serving().weight_version
     if not all(_each(manager, label in (update.kept, served))):
-        return False
+        return f"version {label} is not with every worker"
     update.take_back(label, served)
-    return True
+    return ""
 
 
 def _changed(original, scheduler, new_version):
@@ -360,6 +430,8 @@ async def _at_once(original, controller, asked, request=None):
 def _told(said, controller, asked):
     manager = controller.scheduler.weight_updater
     state = {**_buffer(manager).state(), **_update(manager).state()}
+    if len(manager._select_runners()) > 1:
+        state["stages"] = False  # a draft model takes each update too, in the pause
     said.internal_state["midflight"] = _each(manager, state)
     return said
 
@@ -422,9 +494,9 @@ def register():
     )
     HookRegistry.register(
         "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
-        ".receive_weights_from_distributed",
-        _arrived,
-        HookType.AFTER,
+        ".load_weights_from_distributed",
+        _load_and_note,
+        HookType.AROUND,
     )
     HookRegistry.register(
         f"{parts}.internal_state.SchedulerInternalStateController.get_internal_state",

@@ -71,6 +71,7 @@ NEEDS = {
             "update_weights_from_distributed",
             "update_weights_from_disk",
             "begin_weight_update",
+            "_select_runners",
             "record_weight_version_after_update",
             "flush_cache_after_weight_update",
         ),
@@ -80,7 +81,9 @@ NEEDS = {
         ),
         "sglang.srt.model_executor.model_runner_components.weight_updater": (
             "WeightUpdater",
+            "get_model",
             "receive_weights_from_distributed",
+            "load_weights_from_distributed",
             "begin_weight_update",
             "end_weight_update",
         ),

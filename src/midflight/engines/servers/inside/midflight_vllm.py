@@ -116,10 +116,10 @@ class Loader:
             return None
         if isinstance(engine, DirectTransfer):
             return engine.double_buffer.state()
-        update = self._midflight_update()
-        # a release without it can load in the pause only
-        stages = update.can_stage and hasattr(engine, "set_weight_update_target")
-        return {**NOTHING_ORDERED, **update.state(), "stages": stages}
+        state = {**NOTHING_ORDERED, **self._midflight_update().state()}
+        if not hasattr(engine, "set_weight_update_target"):
+            state["stages"] = False  # this release can load in the pause only
+        return state
 
     def midflight_let_go(self) -> None:
         """Gives back the memory of the weights that came straight and are not served."""
