@@ -33,6 +33,8 @@ from .proving import (
 )
 
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "explore"
+if NIGHTLY:
+    pytestmark = pytest.mark.timeout(1800)  # a hundred runs and a thousand tamperings: two minutes of a quiet core
 
 
 @pytest.fixture(scope="module")
