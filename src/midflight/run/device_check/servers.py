@@ -158,7 +158,7 @@ class _Attached:
 
 @dataclass(frozen=True, slots=True)
 class ServerBench:
-    """What the trials of a server work with."""
+    """The kind of server that trials start, its interpreter, and the bench that they use."""
 
     bench: Bench
     kind: str

@@ -17,7 +17,7 @@ work.
 
 @dataclass(frozen=True, slots=True)
 class PartPlan:
-    """What a part is given."""
+    """The time and the memory that a part may take, and what it needs."""
 
     seconds: float = PART_SECONDS
     """The most seconds that it may take, after which it ends itself."""
