@@ -18,9 +18,9 @@ from tests.engines.reading import ABORTED, LENGTH, collect, ids, labels, logprob
 from tests.engines.sites import ModelSite
 from tests.real_engines.process import ServerProcess
 from tests.real_engines.reference import labelled_logprobs
-from tests.real_engines.sites import attached, untied
+from tests.real_engines.sites import STAGING, attached, untied
 
-from midflight.errors import EngineUnavailable
+from midflight.errors import EngineError, EngineUnavailable
 from midflight.models.names import named_tensors
 from midflight.types import PauseMode
 
@@ -92,6 +92,27 @@ def test_weights_in_another_precision_are_converted(on: Any) -> None:
     with torch.no_grad():
         for parameter in as_served.parameters():
             parameter.copy_(parameter.bfloat16())
+    on(test)
+
+
+def test_i7_a_version_whose_file_cannot_be_loaded_leaves_the_version_before_it_and_the_next_one_is_served(on: Any) -> None:
+    """SGLang goes back to the file that it could not read, and would end of it."""
+
+    async def test(site: ModelSite) -> None:
+        await site.engine.stage(site.publish(1))
+        files = STAGING.glob("midflight-test-*/*/model.safetensors")
+        newest = max(files, key=lambda file: file.stat().st_mtime_ns)
+        newest.write_bytes(b"damaged")
+        with pytest.raises(EngineError, match="serves version 0 again"):
+            await site.engine.commit(1)
+        for version in (0, 2):
+            if version:
+                await update(site, version, PauseMode.RECOMPUTE)
+            answer = await collect(site.engine, request)
+            assert set(labels(answer)) == {(version, version)}
+            assert logprobs(answer) == pytest.approx(site.logprobs(version, request, ids(answer)), abs=1e-4, rel=0)
+
+    request = ask("The quick brown fox", max_tokens=20)
     on(test)
 
 

@@ -39,10 +39,8 @@ def chosen_transport(config: Config) -> tuple[Transport, str]:
 
 def handles_in_words(config: Config) -> str:
     """The name of the way by handles, with what of it this run would be the first to try: it was
-    run with vLLM on one GPU.
+    run on one GPU.
     """
-    if config.engine.kind == "sglang":
-        return f"{CUDA_IPC}, untested with SGLang"
     if not config.engine.shares_devices:
         return f"{CUDA_IPC}, untested between two GPUs"
     return CUDA_IPC

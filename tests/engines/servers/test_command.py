@@ -69,7 +69,16 @@ def test_sglang_on_a_gpu() -> None:
     made = command("sglang", device="cuda")
     assert " ".join(made.argv) == SGLANG
     own = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0", "SGLANG_FORCE_STREAM_INTERVAL": "1"}
-    assert made.environ == {"PATH": "/venv/bin", **ALWAYS, **own}
+    in_float32 = {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch"}
+    assert made.environ == {"PATH": "/venv/bin", **ALWAYS, **own, **in_float32}
+
+
+def test_sglangs_own_kernels_compute_in_16_bits_and_torch_in_float32() -> None:
+    """On an H200 its RMSNorm failed "to dispatch data type Float", and the server ended."""
+    section = EngineSection.model_validate({"kind": "sglang", "device": "cuda"})
+    short = replace(MODEL, dtype="bfloat16")
+    made = server_command(section, short, python=PYTHON, port=30001, inherited={})
+    assert "SGLANG_FORCE_FUSED_OP_BACKEND" not in made.environ
 
 
 def test_a_server_that_is_to_sleep_is_asked_for_it_where_it_has_a_gpu() -> None:

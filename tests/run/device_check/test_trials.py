@@ -9,12 +9,13 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequen
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
 from midflight.engines.embedded.engine import EmbeddedEngine, Generated
+from midflight.errors import RunFailed
 from midflight.run.device_check import inside, kernels, sameness, servers, speeds, swaps
 from midflight.run.device_check.bench import REAL, SMALL, Bench, Found, Wrong, not_tried, requests, tried, within
 from midflight.run.device_check.report import DeviceTrial, TrialOutcome
@@ -62,6 +63,11 @@ def test_a_trial_keeps_what_was_found_its_error_or_the_reason() -> None:
         "RuntimeError: no kernel image",
         'set trainer.device = "cpu"',
     )
+
+    def breaks_in_a_group() -> str:
+        raise ExceptionGroup("unhandled errors in a TaskGroup", [Wrong("the server ended")])
+
+    assert tried("a", breaks_in_a_group, remedy="r").found == "the server ended"
     assert not_tried("a", "no GPU").outcome is TrialOutcome.NOT_TRIED
     assert within(0.5, 1.0, "nats") == "0.5 nats"
     for number in (1.5, float("nan")):
@@ -84,6 +90,30 @@ def test_trials_of_a_server_are_told_as_they_end_and_an_error_after_them_is_rais
     assert next(coming).what == "two"
     with pytest.raises(RuntimeError, match="it died"):
         next(coming)
+
+
+class DeadServer:
+    """A server that ends before it answers."""
+
+    url = "http://127.0.0.1:9"
+    works = None
+
+    async def died(self) -> NoReturn:
+        raise RunFailed("the server ended with signal SIGKILL")
+
+
+def test_a_server_that_ends_while_it_is_tried_is_said_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody starts it again, so that a trial would wait for it until the part must end."""
+
+    @asynccontextmanager
+    async def started(*given: Any, **named: Any) -> AsyncGenerator[DeadServer]:
+        yield DeadServer()
+
+    monkeypatch.setattr(servers, "started", started)
+    at = servers.ServerBench(bench, "sglang", Path(sys.executable))
+    (trial,) = servers.small(at)
+    assert (trial.what, trial.outcome) == ("SGLang (small): it starts", TrialOutcome.FAILED)
+    assert trial.found == "the server ended with signal SIGKILL"
 
 
 def test_what_a_cpu_cannot_try_is_said_with_its_reason(bench: Bench) -> None:

@@ -208,6 +208,9 @@ def _sglang(
         words += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
     if engine.deterministic:
         words += ["--enable-deterministic-inference"]
+    if engine.device != "cpu" and model.dtype == "float32":
+        # SGLang's own kernels for norms take 16 bits alone, and its server would not start.
+        settings["SGLANG_FORCE_FUSED_OP_BACKEND"] = "torch"
     if engine.device == "cpu":
         words += ["--device", "cpu", "--attention-backend", "torch_native"]
         if model.num_adapters:

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from midflight.engines.embedded.engine import EmbeddedEngine
-from midflight.errors import MidflightError
+from midflight.errors import MidflightError, first_error
 from midflight.models.creation import make_model
 from midflight.models.export import export_model
 from midflight.models.load import load_model
@@ -132,7 +132,8 @@ def tried(what: str, deed: Callable[[], str | Found], *, remedy: str) -> DeviceT
     try:
         found = deed()
     except Exception as error:  # a device may fail in any way
-        said = str(error) if isinstance(error, Wrong | MidflightError) else described(error)
+        cause = first_error(error)
+        said = str(cause) if isinstance(cause, Wrong | MidflightError) else described(cause)
         seconds = time.monotonic() - began
         return DeviceTrial(what, TrialOutcome.FAILED, said, remedy=remedy, seconds=seconds)
     if isinstance(found, str):

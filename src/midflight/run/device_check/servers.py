@@ -236,7 +236,7 @@ class ServerBench:
     async def attached(
         self, size: BenchSize, config: Config, *, by_own_engine: bool = False
     ) -> AsyncGenerator[_Attached]:
-        """A server that ends with the block."""
+        """A server that ends with the block. If it ends before, its end is raised in the block."""
         folder = self.bench.folder(size)
         name = self.bench.segment()
         staging = shared_places()[0] / name
@@ -255,11 +255,13 @@ class ServerBench:
             )
             async with asyncio.TaskGroup() as tasks:
                 loop = tasks.create_task(engine.run())
+                watch = tasks.create_task(running.died())
                 try:
                     await engine.attached()
                     yield _Attached(engine, running.url, staging, feed)
                 finally:
                     loop.cancel()
+                    watch.cancel()
         shutil.rmtree(staging, ignore_errors=True)
 
     def _wire(self, size: BenchSize, *, swaps: bool) -> Server:

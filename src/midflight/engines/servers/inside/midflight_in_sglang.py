@@ -214,9 +214,21 @@ def _load_and_note(original, updater, weights):
     return success, message
 
 
-def _loaded(said, manager, asked):
-    """Weights came from a folder."""
+def _loaded(original, manager, asked):
+    """Weights come from a folder. If a file cannot be loaded, SGLang by itself reads the same folder
+    again to go back, and ends. Here it says that it failed, and is given the weights before.
+    """
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqOutput
+
+    try:
+        said = original(manager, asked)
+        failure = "" if said.success else said.message
+    except Exception as error:
+        failure = f"loading {asked.model_path}: {error}"
     _update(manager).forget()
+    failure = next(filter(None, _each(manager, failure)), "")
+    if failure:
+        return UpdateWeightFromDiskReqOutput(success=False, message=failure)
     return said
 
 
@@ -485,7 +497,7 @@ def register():
     HookRegistry.register(
         f"{parts}.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_disk",
         _loaded,
-        HookType.AFTER,
+        HookType.AROUND,
     )
     HookRegistry.register(
         f"{parts}.output_streamer._GenerationStreamAccumulator.to_payload",

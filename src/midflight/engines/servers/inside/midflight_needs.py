@@ -63,6 +63,7 @@ NEEDS = {
         "sglang.srt.managers.communicator": ("FanOutCommunicator",),
         "sglang.srt.managers.io_struct": (
             "InitWeightsUpdateGroupReqOutput",
+            "UpdateWeightFromDiskReqOutput",
             "UpdateWeightsFromDistributedReqOutput",
         ),
         "sglang.srt.managers.scheduler_components.weight_updater": (
