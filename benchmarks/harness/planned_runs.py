@@ -112,8 +112,10 @@ def _make(run: PlannedRun, prepare: Callable[[PlannedRun], object]) -> None:
     with _processor_time(run.folder / USED):
         midflight("train", *words)
     # gigabytes of a model of the size that people know, from which nobody goes on
-    for name in ("checkpoints", "start"):
-        shutil.rmtree(run.folder / name, ignore_errors=True)
+    shutil.rmtree(run.folder / "checkpoints", ignore_errors=True)
+    # by its tokenizer the viewer reads the conversations
+    for weights in (run.folder / "start").glob("*.safetensors"):
+        weights.unlink()
 
 
 @contextmanager

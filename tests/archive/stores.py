@@ -41,6 +41,12 @@ class Recorded(Store):
         versions = np.full(len(ids), version, np.int32)
         return Row(ids, wrote, trains, np.arange(len(ids), dtype=np.float32) / -10, versions, versions.copy(), turns=turns)
 
+    def begin(self, index: int) -> Task:
+        """A group is admitted, and none of its rollouts ends."""
+        task = Task(f"task-{index}", "letters", {"question": f"question {index}"})
+        self.apply(Admitted(GroupKey(0, index), task))
+        return task
+
     def group(
         self,
         index: int,

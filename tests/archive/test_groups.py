@@ -65,6 +65,15 @@ def test_the_newest_groups_come_first_with_their_rewards_and_fates(folder: Path)
     assert page.groups[3].rollouts[1].components == {"right": 1.0}
 
 
+def test_groups_that_have_not_ended_can_be_left_out(folder: Path) -> None:
+    """The newest of a run that has ended would be those that nobody finished."""
+    with Recorded(folder) as store:
+        store.begin(4)
+    assert 4 in indices(folder, GroupFilter())
+    assert 4 not in indices(folder, GroupFilter(only_ended=True))
+    assert page_of(folder, GroupFilter(only_ended=True)).total == 4
+
+
 def test_a_page_is_a_part_and_says_how_many_there_are_in_all(folder: Path) -> None:
     page = page_of(folder, GroupFilter(), first=1, number=2)
     assert [group.key.index for group in page.groups] == [2, 1]

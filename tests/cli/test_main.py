@@ -113,6 +113,10 @@ def test_a_dry_run_starts_nothing_and_prints_what_follows(launch: Launch, capsys
         "257 <|user|>",
     ):
         assert words in printed, words
+    (activations,) = (line for line in printed.splitlines() if "activations of" in line)
+    (weights,) = (line for line in printed.splitlines() if "AdamW's two moments" in line)
+    assert "at most" in activations, "rows without an advantage have none"
+    assert "at most" not in weights
 
 
 def test_a_report_says_whose_each_gpu_is_host_by_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,8 +58,10 @@ def recorded(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
-    for name in ("good", "newer", "going"):
+    for name in ("good", "newer", "going", "ended"):
         recorded(root / name)
+    with Recorded(root / "ended") as store:
+        store.begin(30)
     with closing(sqlite3.connect(root / "newer" / "store.sqlite")) as other:
         other.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
     return root
@@ -67,7 +69,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(folders: Path) -> Iterator[str]:
-    command = [sys.executable, "-c", SERVE, *(str(folders / name) for name in ("good", "newer", "going"))]
+    command = [sys.executable, "-c", SERVE, *(str(folders / name) for name in ("good", "newer", "going", "ended"))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=None) as viewer:
         try:
             assert viewer.stdout is not None
@@ -102,6 +104,15 @@ def test_groups_show_the_numbers_of_the_store_a_page_at_a_time(tab: Page, addres
     fate = tab.locator('[data-test="group 0-0-0"] td.fate')
     assert fate.inner_text().split() == ["trained", "version", "1,", "step", "1"]
     assert fate.locator(".tag").get_attribute("title") == "trained, made version 1"
+
+
+def test_groups_that_a_run_left_under_way_are_counted_and_shown_when_they_are_asked_for(tab: Page, address: str) -> None:
+    tab.goto(f"{address}/run/ended/groups")
+    assert named(tab, "counted") == "groups 1 to 25 of 30; 1 more were under way when the run ended"
+    assert tab.locator("tr[data-test]").first.get_attribute("data-test") == "group 0-29-0"
+    tab.goto(f"{address}/run/ended/groups?fate=running")
+    assert named(tab, "counted") == "groups 1 to 1 of 1"
+    assert tab.locator('[data-test="group 0-30-0"] td.fate').inner_text() == "not finished"
 
 
 def test_filters_words_and_sorting_stand_in_the_address_and_are_kept(tab: Page, address: str) -> None:

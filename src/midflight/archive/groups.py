@@ -48,6 +48,10 @@ _MEASURES: Mapping[GroupOrder, Sequence[tuple[str, str]]] = {
 """The measures of a group's rollouts that an order compares, each with its direction."""
 
 
+UNDER_WAY = (State.RUNNING, State.IN_LINE)
+"""The states of groups that have not ended."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFilter:
     """The groups that are asked for. A field that is empty lets all groups through."""
@@ -69,6 +73,8 @@ class GroupFilter:
     """The class of an error of one of its rollouts."""
     words: str = ""
     """Words that one of its rollouts holds, in any order. Words in quotes stand together."""
+    only_ended: bool = False
+    """Leave out the groups that are run, or are to be run again."""
     key: GroupKey | None = None
 
 
@@ -236,6 +242,9 @@ def conditions(wanted: GroupFilter) -> tuple[str, list[Value]]:
     if wanted.words:
         parts.append(f"({_KEY}) IN (SELECT {_KEY} {_TOLD})")
         values.append(WordIndex.query(wanted.words))
+    if wanted.only_ended:
+        parts.append("g.state NOT IN (?, ?)")
+        values += UNDER_WAY
     if wanted.key is not None:
         parts.append(f"({_KEY}) = (?, ?, ?)")
         values += _values(wanted.key)

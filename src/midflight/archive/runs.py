@@ -147,6 +147,12 @@ class ArchivedRun:
             summary=summary,
         )
 
+    @property
+    def is_live(self) -> bool:
+        """True if a process makes the run now."""
+        holder = holder_of(self.folder)
+        return holder is not None and holder.lives
+
     def condition(self, step: int, steps: int | None) -> RunCondition:
         """Returns the condition of a run that has made `step` of `steps`, by its lock and its
         files.

@@ -206,7 +206,9 @@ def _devices(config: Config, number: int | None) -> list[Table]:
 
 
 def _memory(config: Config, longest: int | None) -> Table:
-    """Returns a table of the memory of each part, with the total of each kind of process."""
+    """Returns a table of the memory of each part, with the total of each kind of process. What is
+    taken only if every slot is full and every rollout is as long as can be has "at most" before it.
+    """
     items = memory_estimate(config, derived.model_sizes(config.model), longest_prompt=longest)
     table = new_table("memory, estimated", "where", "what", "size", "together")
     for where, lines in groupby(items, lambda item: item.where):
@@ -215,6 +217,7 @@ def _memory(config: Config, longest: int | None) -> Table:
             name = "" if number else where
             is_last = number == len(own) - 1
             together = size(total_bytes(own)) if is_last else ""
-            table.add_row(name, item.what, size(item.num_bytes), together)
+            taken = size(item.num_bytes) if item.is_certain else f"at most {size(item.num_bytes)}"
+            table.add_row(name, item.what, taken, together)
     table.add_row("total", "", "", size(total_bytes(items)), style="bold")
     return table

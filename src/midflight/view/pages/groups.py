@@ -10,6 +10,7 @@ from urllib.parse import urlencode
 from nicegui import ui
 
 from midflight.archive.groups import (
+    UNDER_WAY,
     GroupFilter,
     GroupOrder,
     GroupPage,
@@ -70,7 +71,7 @@ async def draw(visit: PageRequest) -> None:
             number=ON_A_PAGE,
             words=words,
         )
-        counted = _counted(page, first)
+        counted = _counted(page, wanted, first)
         if indexed is None or indexed.complete:
             return page, counted, REFRESH_SECONDS
         so_far = f"looked through {indexed.done:,} of {indexed.total:,} rollouts so far"
@@ -128,6 +129,7 @@ def asked(visit: PageRequest) -> tuple[GroupFilter, GroupOrder, int]:
         fate=query.get("fate", ""),
         failure=query.get("failure", ""),
         words=query.get("q", "").strip(),
+        only_ended=not query.get("fate") and not visit.run.is_live,
     )
     return wanted, GroupOrder(order), (int(page) - 1) * ON_A_PAGE
 
@@ -218,10 +220,14 @@ def _option(value: str, text: str, is_chosen: bool) -> str:
     return f'<option value="{escape(value)}"{selected}>{escape(text)}</option>'
 
 
-def _counted(page: GroupPage, first: int) -> str:
+def _counted(page: GroupPage, wanted: GroupFilter, first: int) -> str:
     if not page.total:
         return "no group is like that"
-    return f"groups {first + 1:,} to {first + len(page.groups):,} of {page.total:,}"
+    counted = f"groups {first + 1:,} to {first + len(page.groups):,} of {page.total:,}"
+    cut = sum(page.fates.get(state.value, 0) for state in UNDER_WAY)
+    if cut and wanted == GroupFilter(kind=wanted.kind, only_ended=True):
+        counted += f"; {cut:,} more were under way when the run ended"
+    return counted
 
 
 def _pager(visit: PageRequest, page: GroupPage, first: int) -> str:
@@ -395,6 +401,8 @@ def _told(rollout: RolloutBrief) -> str:
 def _fate(visit: PageRequest, group: GroupView, steps: Mapping[int, int]) -> str:
     """The state as a tag, and the version that the step made or that answered, in its colour."""
     state = FATES[group.reason.value if group.reason else group.state.value]
+    if group.state in UNDER_WAY and not visit.run.is_live:
+        state = "not finished"
     made = group.key.epoch if group.state is State.EVALUATED else group.version
     shown = widgets.tag(state, FATE_TAGS.get(group.state, ""), title=group.fate)
     if made is None:
