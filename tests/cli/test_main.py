@@ -113,8 +113,14 @@ def test_a_dry_run_starts_nothing_and_prints_what_follows(launch: Launch, capsys
         "257 <|user|>",
     ):
         assert words in printed, words
-    (activations,) = (line for line in printed.splitlines() if "activations of" in line)
-    (weights,) = (line for line in printed.splitlines() if "AdamW's two moments" in line)
+
+
+def test_a_report_says_which_memory_is_taken_in_the_worst_case_only() -> None:
+    console = Console(width=160, record=True, file=StringIO())
+    print_report(load_config(None, []), Findings(), console)
+    lines = console.export_text().splitlines()
+    (activations,) = (line for line in lines if "activations of" in line)
+    (weights,) = (line for line in lines if "AdamW's two moments" in line)
     assert "at most" in activations, "rows without an advantage have none"
     assert "at most" not in weights
 
