@@ -106,6 +106,26 @@ def test_groups_show_the_numbers_of_the_store_a_page_at_a_time(tab: Page, addres
     assert fate.locator(".tag").get_attribute("title") == "trained, made version 1"
 
 
+def test_the_groups_of_a_step_show_when_their_rollouts_were_made_and_lead_to_their_conversations(
+    tab: Page, address: str, folders: Path
+) -> None:
+    turn = {"began": 0.0, "ended": 4.0, "placed": [["engine0", 0.0]], "sampled": [[0, 1.0], [1, 2.0]], "num_tokens": 5}
+    with (folders / "good" / "timeline.jsonl").open("w") as lines:
+        for index in (0, 3):  # 3 is in no step
+            key = [0, index, 0, 0]
+            line = {"kind": "rollout", "key": key, "source": "letters", "began": 0.0, "ended": 5.0, "reward": 1.0, "num_tokens": 5}
+            lines.write(json.dumps({**line, "turns": [turn]}) + "\n")
+    tab.goto(f"{address}/run/good/groups?step=1")
+    expect(tab.get_by_text("1 rollouts, 1 of several versions.")).to_be_visible()
+    bars = tab.locator('[data-test="chart rollouts"] .point')
+    expect(bars).to_have_count(4)
+    bars.nth(1).click(force=True)
+    tab.wait_for_url("**/conversation?epoch=0&position=0&attempt=0&sample=0")
+    tab.goto(f"{address}/run/good/groups")
+    expect(tab.locator('[data-test="groups"]')).to_be_visible()
+    assert not tab.locator('[data-test="chart rollouts"]').count()
+
+
 def test_groups_that_a_run_left_under_way_are_counted_and_shown_when_they_are_asked_for(tab: Page, address: str) -> None:
     tab.goto(f"{address}/run/ended/groups")
     assert named(tab, "counted") == "groups 1 to 25 of 30; 1 more were under way when the run ended"

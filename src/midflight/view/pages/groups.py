@@ -3,7 +3,7 @@ its conversation.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from urllib.parse import urlencode
 
@@ -20,12 +20,16 @@ from midflight.archive.groups import (
     versions_of,
 )
 from midflight.archive.search import WordIndex
+from midflight.archive.times import Times, part_from
 from midflight.errors import MidflightError
 from midflight.observe.failures import shortened
 from midflight.observe.readable import number
+from midflight.observe.timeline import RolloutTimed
 from midflight.trajectories.database import State
-from midflight.types import Json, Kind, Reason, RolloutKey
+from midflight.types import GroupKey, Json, Kind, Reason, RolloutKey
 from midflight.view import widgets
+from midflight.view.bars import figure, follow
+from midflight.view.rollout_times import num_mixed, rollout_tracks
 from midflight.view.visit import PageRequest
 
 ON_A_PAGE = 25
@@ -37,6 +41,10 @@ that.
 MAX_LETTERS = 140
 """The number of letters of a question that are shown."""
 
+CHART_HEIGHT = 420
+"""Pixels of the chart of a step's rollouts, as far as each has from 4 to 16 of them."""
+LEAST_HEIGHT = 4
+MOST_HEIGHT = 16
 MAX_EPOCHS = 8
 """The number of epochs, or of evaluations, whose results are shown: the last ones."""
 
@@ -82,6 +90,7 @@ async def draw(visit: PageRequest) -> None:
     with ui.element("div").classes("head"):
         note = ui.label(counted).classes("note").props("data-test=counted aria-live=polite")
         ui.html(_legend(page), sanitize=False)
+    await _when_made(visit, page)
     with widgets.panel():
         found = ui.html(_table(visit, page), sanitize=False).classes("w-full")
     ui.html(_pager(visit, page, first), sanitize=False)
@@ -132,6 +141,48 @@ def asked(visit: PageRequest) -> tuple[GroupFilter, GroupOrder, int]:
         only_ended=not query.get("fate") and not visit.run.is_live,
     )
     return wanted, GroupOrder(order), (int(page) - 1) * ON_A_PAGE
+
+
+async def _when_made(visit: PageRequest, page: GroupPage) -> None:
+    """Draws when the rollouts of these groups were made, if they are those of one step."""
+    if not visit.query.get("step") or kind_of(visit) is not Kind.TRAINING:
+        return
+    made = await asyncio.to_thread(_timed, visit, page)
+    drawn = rollout_tracks(made, lambda each: conversation_link(visit, _key(each)))
+    if not drawn:
+        return
+    with widgets.panel():
+        widgets.section(
+            "When they were made",
+            f"{len(drawn):,} rollouts, {num_mixed(made):,} of several versions. Each is a line: its "
+            "tokens in the colour of the version that made them, the wait for a first token pale, "
+            "the agent, its tools and its reward grey. A click leads to the conversation.",
+        )
+        height = min(MOST_HEIGHT, max(LEAST_HEIGHT, CHART_HEIGHT // len(drawn)))
+        chart = ui.plotly(figure(drawn, height=height, named=False)).style("width: 100%")
+        chart.props('role="img" aria-label="When they were made" data-test="chart rollouts"')
+        chart.on("plotly_click", follow)
+
+
+def _timed(visit: PageRequest, page: GroupPage) -> Sequence[RolloutTimed]:
+    """The times of the rollouts of these groups. What a step trains on was begun in the time of the
+    versions that it may be old.
+    """
+    oldest = int(visit.run.config().get("rollout", {}).get("max_staleness", 0))
+    first = int(visit.query["step"]) - oldest - 1
+    since = 0.0
+    for line in visit.run.readings.past.steps:
+        if line.step == first:
+            since = line.seconds - line.step_seconds
+    times = Times(visit.run.folder, part_from(visit.run.folder, since))
+    times.refresh()
+    keys = {(group.key.epoch, group.key.index, group.key.attempt) for group in page.groups}
+    return [rollout for rollout in times.rollouts if rollout.key[:3] in keys]
+
+
+def _key(rollout: RolloutTimed) -> RolloutKey:
+    epoch, index, attempt, sample = rollout.key
+    return RolloutKey(GroupKey(epoch, index, attempt), sample)
 
 
 def kind_of(visit: PageRequest) -> Kind:

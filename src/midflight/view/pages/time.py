@@ -4,11 +4,10 @@ axis, and which of them waited for which.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeAlias
 
-from nicegui import events, ui
+from nicegui import ui
 
 from midflight.archive.times import (
     TimelinePart,
@@ -21,7 +20,8 @@ from midflight.archive.times import (
 from midflight.errors import MidflightError, RunGone
 from midflight.observe.readable import duration
 from midflight.view import widgets
-from midflight.view.charting import COLORS, GREY, GRID, version_color
+from midflight.view.bars import WAITING, Bar, figure, follow
+from midflight.view.charting import COLORS, version_color
 from midflight.view.visit import PageRequest
 
 REFRESH_SECONDS = 5.0
@@ -34,21 +34,6 @@ GAP_SECONDS = 0.02
 
 MAX_STEPS = 10
 """The number of steps in the table, the newest."""
-WAITING = "#8C96A1"
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """A span of time on a track."""
-
-    began: float
-    ended: float
-    text: str
-    color: str
-    """That of the version which the span is about, if it is about one."""
-    step: int | None = None
-    """The step that a click leads to."""
-
 
 Bars: TypeAlias = "list[Bar]"
 
@@ -74,7 +59,7 @@ def draw(visit: PageRequest) -> None:
         .props('role="img" aria-label="Who was busy when" data-test="chart time"')
     ):
         chart = ui.plotly(_figure(visit, times)).style("width: 100%")
-    chart.on("plotly_click", lambda event: _follow(visit, event))
+    chart.on("plotly_click", follow)
     below = widgets.two_columns()
 
     def show() -> None:
@@ -144,7 +129,7 @@ def _places(visit: PageRequest, part: TimelinePart | None) -> None:
         )
 
 
-def tracks(times: Times, steps: Mapping[int, int]) -> dict[str, Bars]:
+def tracks(visit: PageRequest, times: Times, steps: Mapping[int, int]) -> dict[str, Bars]:
     """The bars that are drawn, by the name of their track. `steps` gives the number of the step
     that made a version.
     """
@@ -154,15 +139,17 @@ def tracks(times: Times, steps: Mapping[int, int]) -> dict[str, Bars]:
         found[engine] = [Bar(began, ended, "answers", COLORS[0]) for began, ended in spans]
     for step in times.steps:
         number = steps.get(step.version)
+        link = None
         if number is None:
             what = f"the step to version {step.version}, lost in a crash or not yet told"
         else:
             what = f"step {number} makes version {step.version}"
+            link = visit.link("groups", step=number)
         what += f", {step.num_tokens} tokens"
         if step.skipped:
             what += ", skipped"
         color = version_color(step.version)
-        found["trainer"].append(Bar(step.began, step.ended, what, color, number))
+        found["trainer"].append(Bar(step.began, step.ended, what, color, link))
     for commit in times.commits:
         color = version_color(commit.version)
         paused = commit.at - commit.pause_seconds
@@ -194,64 +181,8 @@ def _evaluations(times: Times) -> Iterable[tuple[float, float, int]]:
 
 
 def _figure(visit: PageRequest, times: Times) -> dict[str, Any]:
-    """The figure as Plotly takes it: a trace for each track, with a bar for each span."""
     steps = {line.version: line.step for line in visit.run.readings.past.steps}
-    drawn = tracks(times, steps)
-    traces = [_trace(name, bars) for name, bars in drawn.items()]
-    axis = {"gridcolor": GRID, "zeroline": False, "linecolor": GREY}
-    layout = {
-        "barmode": "overlay",
-        "showlegend": False,
-        "height": 60 + 38 * max(1, len(drawn)),
-        "margin": {"l": 8, "r": 8, "t": 8, "b": 40},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-        "font": {"color": GREY},
-        "dragmode": "zoom",
-        "uirevision": "kept",
-        "xaxis": {**axis, "title": {"text": "seconds of the run"}},
-        "yaxis": {
-            **axis,
-            "automargin": True,
-            "fixedrange": True,
-            "autorange": "reversed",
-            "categoryarray": list(drawn),
-            "type": "category",
-        },
-    }
-    return {
-        "data": traces,
-        "layout": layout,
-        "config": {"scrollZoom": True, "displaylogo": False, "responsive": True},
-    }
-
-
-def _trace(name: str, bars: Bars) -> dict[str, Any]:
-    text = [
-        f"{bar.text}<br>{bar.began:.3f} to {bar.ended:.3f} s ({bar.ended - bar.began:.3f} s)"
-        for bar in bars
-    ]
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "name": name,
-        "width": 0.7,
-        "marker": {"color": [bar.color for bar in bars], "line": {"width": 0}},
-        "base": [bar.began for bar in bars],
-        "x": [bar.ended - bar.began for bar in bars],
-        "y": [name] * len(bars),
-        "hovertext": text,
-        "hoverinfo": "text",
-        "textposition": "none",
-        "customdata": [bar.step for bar in bars],
-    }
-
-
-def _follow(visit: PageRequest, event: events.GenericEventArguments) -> None:
-    for point in event.args.get("points", []):
-        step = point.get("customdata")
-        if step is not None:
-            ui.navigate.to(visit.link("groups", step=step))
+    return figure(tracks(visit, times, steps))
 
 
 TRACKS = {
