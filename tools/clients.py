@@ -22,7 +22,7 @@ Made by `python tools/clients.py docs/clients.md`; edit the sentences there.
 
 An agent changes its base URL and nothing else. Pauses, new weights and dead engines are invisible to it.
 
-While `midflight serve` runs ([a program](demo.md#what-to-do-with-it)):
+While [`midflight serve`](demo.md#what-to-do-with-it) runs:
 
 | client | what it is given |
 |---|---|
@@ -53,7 +53,7 @@ Prompts with tools need room: `midflight new-model DIR --set model.max_context=4
 [environment](environments.md) gets one for each rollout, a worker with each [claim](sessions.md#claims), and a harness
 [opens them](sessions.md#sessions-over-http).
 
-**How much of it is trained** is said [in the head of each answer](gateway.md#sampling-in-every-dialect). Copilot CLI, griptape and aider send a
+**How much of it is trained** stands [in headers of each answer](gateway.md#sampling-in-every-dialect). Copilot CLI, griptape and aider send a
 temperature of their own, and train nothing until they are told not to, or until `gateway.sampling = "run"`. So does Gemini CLI with its
 `topP` and `topK`, but for the embedded engine, which trains [truncated sampling](algorithms.md#truncated-sampling). For every other client here the tests demand
 a share of 0.95 at least. `midflight.testing.commands.ScriptedCommands` stands in for a model when you try a harness
