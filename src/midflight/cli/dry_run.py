@@ -206,8 +206,8 @@ def _devices(config: Config, number: int | None) -> list[Table]:
 
 
 def _memory(config: Config, longest: int | None) -> Table:
-    """Returns a table of the memory of each part, with the total of each kind of process. What is
-    taken only if every slot is full and every rollout is as long as can be has "at most" before it.
+    """Returns a table of the memory of each part, with the total of each kind of process. It says of
+    which the worst case is estimated: every slot full, every rollout as long as can be.
     """
     items = memory_estimate(config, derived.model_sizes(config.model), longest_prompt=longest)
     table = new_table("memory, estimated", "where", "what", "size", "together")
@@ -217,7 +217,9 @@ def _memory(config: Config, longest: int | None) -> Table:
             name = "" if number else where
             is_last = number == len(own) - 1
             together = size(total_bytes(own)) if is_last else ""
-            taken = size(item.num_bytes) if item.is_certain else f"at most {size(item.num_bytes)}"
+            taken = size(item.num_bytes)
+            if not item.is_certain:
+                taken = f"worst case {taken}"
             table.add_row(name, item.what, taken, together)
     table.add_row("total", "", "", size(total_bytes(items)), style="bold")
     return table
