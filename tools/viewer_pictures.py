@@ -3,6 +3,8 @@
     make test-view
     midflight train configs/demo.toml
     python tools/viewer_pictures.py runs/demo docs/images
+    python tools/viewer_pictures.py runs/pretrained/calculator-0 docs/images 7
+        only the rollouts of step 7, of `make pretrained`: of the demo's few go on over a version
 
 `MIDFLIGHT_CHROMIUM` names the browser if it is not `chromium`.
 """
@@ -77,13 +79,23 @@ def take(browser: Browser, address: str, out: Path) -> None:
     write(conversation, out / "viewer-conversation.png")
 
 
-def main(folder: Path, out: Path) -> None:
+def take_step(browser: Browser, address: str, out: Path, step: int) -> None:
+    page = opened(browser, f"{address}/groups?step={step}")
+    page.wait_for_selector('[data-test="chart rollouts"] .point')
+    write(page, out / "viewer-step.png")
+
+
+def main(folder: Path, out: Path, step: int | None = None) -> None:
     chromium = os.environ.get("MIDFLIGHT_CHROMIUM") or shutil.which("chromium")
     with viewing(folder) as address, playwright.sync_playwright() as started:
         browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        take(browser, f"{address}/run/{folder.name}", out)
+        of_run = f"{address}/run/{folder.name}"
+        if step is None:
+            take(browser, of_run, out)
+        else:
+            take_step(browser, of_run, out, step)
         browser.close()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:]))
