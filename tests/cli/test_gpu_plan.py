@@ -145,20 +145,19 @@ def test_a_plan_of_one_gpu_that_both_share_has_the_bucket_in_which_versions_go(c
     assert f"direct (chosen) {2 * PARAMETERS:,} two copies in the GPU's memory, by CUDA IPC 1200 GB/s" in plan
 
 
-@pytest.mark.parametrize(
-    ("number", "overrides", "untested"),
-    [
-        (1, ["engine.kind=sglang", "engine.share_devices=true", "engine.arguments=['--mem-fraction-static=0.4']"], "with SGLang"),
-        (2, ["weights.server_engine=false"], "between two GPUs"),
-    ],
-)
-def test_a_plan_says_where_versions_on_a_gpu_have_not_been_tried(
-    number: int, overrides: list[str], untested: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert planning("7b", number, "h200", *overrides) == 0
+def test_a_plan_says_where_versions_on_a_gpu_have_not_been_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    assert planning("7b", 2, "h200", "weights.server_engine=false") == 0
     plan = " ".join(capsys.readouterr().out.split())
-    assert f"through host memory (CUDA IPC, untested {untested}) " in plan
-    assert f"versions, direct CUDA IPC, untested {untested}; gloo where a worker cannot" in plan
+    assert "through host memory (CUDA IPC, untested between two GPUs) " in plan
+    assert "versions, direct CUDA IPC, untested between two GPUs; gloo where a worker cannot" in plan
+
+
+def test_versions_on_sglangs_own_gpu_have_been_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    shared = ["engine.kind=sglang", "engine.share_devices=true", "engine.arguments=['--mem-fraction-static=0.4']"]
+    assert planning("7b", 1, "h200", *shared) == 0
+    plan = " ".join(capsys.readouterr().out.split())
+    assert "through host memory (CUDA IPC) " in plan
+    assert "versions, direct CUDA IPC; gloo where a worker cannot" in plan
 
 
 def test_the_golden_files_are_plans_that_fit_and_plans_that_are_refused() -> None:
