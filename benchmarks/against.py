@@ -40,7 +40,7 @@ CPU_CLOCK = (
 """Runs a script of one process and one thread that measures rates, so that they are rates of CPU
 seconds.
 """
-HANDOVERS = 20
+HANDOVERS = 12
 """Versions that are handed over in a round. Their mean counts parts of a tick."""
 Costs = dict[str, float]
 """The cost of each thing that a run measured, in a unit of its own."""
