@@ -22,7 +22,7 @@ class Bar:
     ended: float
     text: str
     color: str
-    """That of the version which the span is about, if it is about one."""
+    """A span about a version has that version's colour."""
     link: str | None = None
     """The address that a click leads to."""
 
