@@ -109,11 +109,19 @@ def without_blocks(text: str) -> str:
     return re.sub(r"<!-- (?:try|block|site): .*? -->\n?", "", FOUND.sub("", text), flags=re.DOTALL)
 
 
+ADAPTER = re.compile(r"midflight\.adapters\.(\w+)")
+FILE = re.compile(r"(?:configs|examples)/\w+\.\w+")
 ALONE = ("harbor",)
 """Adapters that need no package."""
 
 
 def lacks(page: Path) -> str | None:
-    """The package that a page of an adapter needs and that is not here: `make test-adapters` tries the page where it is."""
-    found = re.search(r"midflight\.adapters\.(\w+):play", page.read_text()) if page.parent.name == "adapters" else None
-    return found[1] if found is not None and found[1] not in ALONE and find_spec(found[1]) is None else None
+    """The package of an adapter that the page's blocks, or files that they name, need and that is not here.
+
+    `make test-adapters` tries the page where it is.
+    """
+    code = "\n".join(block.text for block in blocks_of(page) if block.tried in ("run", "file", "read"))
+    named = {name for name in FILE.findall(code) if (ROOT / name).exists()}
+    texts = [code, *((ROOT / name).read_text() for name in sorted(named))]
+    adapters = [name for text in texts for name in ADAPTER.findall(text) if name not in ALONE]
+    return next((name for name in adapters if find_spec(name) is None), None)

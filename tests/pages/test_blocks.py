@@ -16,6 +16,7 @@ from tests.checks import found_in
 from midflight.config import load_config
 from midflight.environments.agent_program import AgentProgram
 
+from . import blocks
 from .blocks import DATA, PAGES, PROGRAMS, ROOT, SHOWN, Block, all_blocks, blocks_of, lacks
 
 BLOCKS = all_blocks()
@@ -100,6 +101,14 @@ def test_every_configuration_of_the_pages_can_be_run(block: Block, folder: Path)
         assert found_in(config).problems == ()
     elif given:
         AgentProgram(config.environment)
+
+
+@pytest.mark.parametrize(
+    ("page", "package"), [("marble", "verifiers"), ("openenv", "openenv"), ("textarena", "textarena"), ("harbor", None)]
+)
+def test_what_a_page_needs_is_seen_by_what_it_runs(page: str, package: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "find_spec", lambda name: None)
+    assert lacks(ROOT / "docs" / "adapters" / f"{page}.md") == package
 
 
 def test_what_is_not_run_says_why_and_is_little() -> None:
