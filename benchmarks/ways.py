@@ -13,12 +13,13 @@ training is measured from its end to the end of the last step:
 | wall, CPU | seconds a step, of the clock and of all processes of the run: generation, training and versions, the first step too |
 | gap | mean of abs(log trainer - log engine) over tokens that the newest version sampled by keys of its own (`train/mismatch/same_keys/mean`), the largest of all steps |
 | moved | numbers of the exported model that differ from those it began with |
-| memory | the peak of all processes' proportional set sizes, in GB, and its share of what the dry run says |
+| memory | the peak of all processes' proportional set sizes, and what the dry run estimates, in GB |
 
 Before the table stands the memory of each kind of process, looked at four times a second, beside
-what the dry run estimates. The estimate holds for the longest rows that the run can have, so a run
-whose answers are short takes less. `--only defaults` is the sums with every default: 16 groups of
-8, 64 slots, a context by the machine's memory, and answers of at most `--answer` tokens.
+what the dry run estimates: the least, with one group whose rewards differ and empty slots, and the
+most, with the longest rows that the run can have. `--only defaults` is the sums with every default:
+16 groups of 8, 64 slots, a context by the machine's memory, and answers of at most `--answer`
+tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.arguments import Arguments
-from harness.memory import MemoryPeaks, estimated
+from harness.memory import Estimate, MemoryPeaks, estimated
 from harness.pretrained import MODEL, OWN, SMALL, SUMS, require_model
 from harness.processes import BENCHMARKS, ROOT, cpu_seconds_with_ended, family
 from harness.report import Report
@@ -93,9 +94,10 @@ class Outcome:
     """The time of a step."""
     cpu_seconds: float
     """The CPU time of a step."""
-    estimated: dict[str, int]
-    """Bytes by kind of process."""
+    estimated: dict[str, Estimate]
+    """By kind of process."""
     measured: dict[str, int]
+    """Bytes by kind of process."""
     moved: float
 
     @property
@@ -104,9 +106,9 @@ class Outcome:
         return max((gap for gap in found if gap is not None), default=float("nan"))
 
     @property
-    def memory_share(self) -> float:
-        """Divides what all processes held by what was estimated."""
-        return sum(self.measured.values()) / sum(self.estimated.values())
+    def estimate(self) -> Estimate:
+        """Of all processes together."""
+        return sum(self.estimated.values(), Estimate(0, 0))
 
     @property
     def cells(self) -> list[str]:
@@ -118,7 +120,7 @@ class Outcome:
             f"{self.cpu_seconds:.1f}",
             f"{self.gap:.1e}",
             f"{self.moved:.1%}",
-            f"{held:.1f}, {self.memory_share:.2f}",
+            f"{held:.1f} of {self.estimate.least / 1e9:.1f} to {self.estimate.most / 1e9:.1f}",
         ]
 
 
@@ -200,14 +202,15 @@ def _tensors(folder: Path) -> dict[str, Any]:
 def memory_table(outcome: Outcome) -> str:
     lines = [
         (
-            f"{outcome.way.name}: MB of each kind of process, estimated, measured, and measured by "
-            "estimated"
+            f"{outcome.way.name}: MB of each kind of process: least and most estimated, measured, "
+            "and 1 or the multiple of the nearer end"
         )
     ]
     for kind, estimate in outcome.estimated.items():
         found = outcome.measured[kind]
         lines.append(
-            f"  {kind:14} {estimate / 1e6:8,.0f} {found / 1e6:8,.0f} {found / estimate:6.2f}"
+            f"  {kind:14} {estimate.least / 1e6:8,.0f} {estimate.most / 1e6:8,.0f} "
+            f"{found / 1e6:8,.0f} {estimate.share_of(found):6.2f}"
         )
     return "\n".join(lines)
 

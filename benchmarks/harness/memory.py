@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from harness.processes import family, words_of
@@ -86,16 +87,36 @@ def _blocks(path: Path) -> int:
         return 0
 
 
-def estimated(config: Path, settings: Sequence[str], folder: Path) -> dict[str, int]:
-    """The bytes that the dry run says of each kind of process, with the longest prompt of the run's
-    tasks. Engines and a teacher are one kind, because their command lines are alike.
+@dataclass(frozen=True)
+class Estimate:
+    """What the dry run says of a kind of process, in bytes."""
+
+    least: int
+    most: int
+
+    def __add__(self, other: Estimate) -> Estimate:
+        return Estimate(self.least + other.least, self.most + other.most)
+
+    def share_of(self, measured: int) -> float:
+        """1 within the estimate, else the multiple of its nearer end."""
+        if measured > self.most:
+            return measured / self.most
+        if measured < self.least:
+            return measured / self.least
+        return 1.0
+
+
+def estimated(config: Path, settings: Sequence[str], folder: Path) -> dict[str, Estimate]:
+    """What the dry run says of each kind of process, with the longest prompt of the run's tasks.
+    Engines and a teacher are one kind, because their command lines are alike.
     """
     checked = config_of_file(config, list(settings), folder)
     plan = Plan(checked)
     trial(plan)
     longest = longest_prompt(plan.loaded.survey)
-    found: dict[str, int] = defaultdict(int)
+    found: dict[str, Estimate] = {}
     for item in memory_estimate(checked, model_sizes(checked.model), longest_prompt=longest):
         kind = "engines" if item.where == "teacher" else item.where
-        found[kind] += item.num_bytes
-    return {kind: num_bytes for kind, num_bytes in found.items() if num_bytes}
+        own = Estimate(item.least_bytes, item.num_bytes)
+        found[kind] = found[kind] + own if kind in found else own
+    return {kind: estimate for kind, estimate in found.items() if estimate.most}

@@ -17,7 +17,7 @@ from midflight.config.devices import num_present
 from midflight.config.gpus import DescribedGpus
 from midflight.config.knobs import admission_limit, knobs
 from midflight.config.loss_text import effective_loss
-from midflight.config.memory import memory_estimate, total_bytes
+from midflight.config.memory import least_bytes, memory_estimate, total_bytes
 from midflight.config.model_defaults import shown_derived
 from midflight.config.notes import notes
 from midflight.config.seats import BY_SERVER_ENGINE, by_server_engine, device_map
@@ -205,9 +205,19 @@ def _devices(config: Config, number: int | None) -> list[Table]:
     return [table]
 
 
+def _from_to(least: int, most: int) -> str:
+    """Sizes as they are read: one where both are written alike."""
+    if not least and most:
+        return f"at most {size(most)}"
+    if size(least) == size(most):
+        return size(most)
+    return f"{size(least)} to {size(most)}"
+
+
 def _memory(config: Config, longest: int | None) -> Table:
-    """Returns a table of the memory of each part, with the total of each kind of process. It says of
-    which the worst case is estimated: every slot full, every rollout as long as can be.
+    """Returns a table of the memory of each part, with the total of each kind of process: from what
+    is taken in any case to the worst case, which is every slot full and every rollout as long as
+    can be.
     """
     items = memory_estimate(config, derived.model_sizes(config.model), longest_prompt=longest)
     table = new_table("memory, estimated", "where", "what", "size", "together")
@@ -216,10 +226,9 @@ def _memory(config: Config, longest: int | None) -> Table:
         for number, item in enumerate(own):
             name = "" if number else where
             is_last = number == len(own) - 1
-            together = size(total_bytes(own)) if is_last else ""
-            taken = size(item.num_bytes)
-            if not item.is_certain:
-                taken = f"worst case {taken}"
+            together = _from_to(least_bytes(own), total_bytes(own)) if is_last else ""
+            taken = _from_to(item.least_bytes, item.num_bytes)
             table.add_row(name, item.what, taken, together)
-    table.add_row("total", "", "", size(total_bytes(items)), style="bold")
+    together = _from_to(least_bytes(items), total_bytes(items))
+    table.add_row("total", "", "", together, style="bold")
     return table

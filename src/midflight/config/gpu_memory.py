@@ -259,7 +259,7 @@ def num_models(config: Config) -> int:
 
 def _micro_batch(words: str) -> str:
     """`a micro-batch of 4096 tokens`, of the words for all ranks."""
-    return words.partition(" x ")[2]
+    return words.partition(" x ")[2].partition(";")[0]
 
 
 # --- A server -------------------------------------------------------------------------------------

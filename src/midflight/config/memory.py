@@ -24,6 +24,7 @@ from midflight.config.derived import (
 )
 from midflight.config.disk import held_versions
 from midflight.config.environment import EnvironmentSection
+from midflight.config.loss import ObjectiveSection
 from midflight.config.sections import Config
 from midflight.config.sources import num_draws
 from midflight.models.sizes import ModelSizes, element_bytes, sizes_of
@@ -93,10 +94,21 @@ class MemoryItem:
     as long as can be.
     """
     on_gpu: bool = False
+    not_less: int = 0
+    """The bytes of it that are taken in any case, if it is not certain."""
+
+    @property
+    def least_bytes(self) -> int:
+        return self.num_bytes if self.is_certain else self.not_less
 
 
 def total_bytes(items: Sequence[MemoryItem]) -> int:
     return sum(item.num_bytes for item in items)
+
+
+def least_bytes(items: Sequence[MemoryItem]) -> int:
+    """What is taken in any case."""
+    return sum(item.least_bytes for item in items)
 
 
 def longest_row(config: Config, longest_prompt: int | None) -> int:
@@ -109,15 +121,18 @@ def longest_row(config: Config, longest_prompt: int | None) -> int:
 
 
 def batch_tokens(config: Config, longest_prompt: int | None) -> int:
-    """The most tokens that a batch can have if rollouts of a group share their prompt and have one
-    turn.
-    """
-    rollouts = batch_rollouts(config.rollout)
+    """The most tokens that a batch can have."""
+    return config.rollout.groups_per_step * group_tokens(config, longest_prompt)
+
+
+def group_tokens(config: Config, longest_prompt: int | None) -> int:
+    """The most tokens that a group can have. Rollouts of one turn share their prompt."""
+    rollouts = config.rollout.group_size
     row = longest_row(config, longest_prompt)
     if longest_prompt is None or not _has_one_turn(config.environment):
         return rollouts * row
     prompt = min(longest_prompt, row)
-    return config.rollout.groups_per_step * prompt + rollouts * (row - prompt)
+    return prompt + rollouts * (row - prompt)
 
 
 def _has_one_turn(environment: EnvironmentSection) -> bool:
@@ -136,9 +151,8 @@ def memory_estimate(
     if prompts were looked at.
     """
     longest = longest_row(config, longest_prompt)
-    tokens = min(config.trainer.micro_batch_tokens, batch_tokens(config, longest_prompt))
     return (
-        *_trainer_memory(config, sizes, tokens=tokens),
+        *_trainer_memory(config, sizes, longest_prompt=longest_prompt),
         *_engines_memory(config, sizes, longest=longest, trains=longest_prompt is not None),
         *_teacher_memory(config, longest=longest),
         *_published_memory(config, sizes),
@@ -149,8 +163,9 @@ def memory_estimate(
 # --- The trainer ----------------------------------------------------------------------------------
 
 
-def _trainer_memory(config: Config, sizes: ModelSizes, *, tokens: int) -> Iterator[MemoryItem]:
-    """`tokens` are those of a micro-batch: a batch may have fewer than a micro-batch can."""
+def _trainer_memory(
+    config: Config, sizes: ModelSizes, *, longest_prompt: int | None
+) -> Iterator[MemoryItem]:
     t = config.trainer
     element = element_bytes(config.model.dtype)
     ranks = t.ranks
@@ -189,22 +204,7 @@ def _trainer_memory(config: Config, sizes: ModelSizes, *, tokens: int) -> Iterat
             (1 + has_critic) * 2 * trained,
             model,
         )
-    activations = ranks * activation_bytes(config, sizes, tokens)
-    copied = 3 * trained * (2 if has_critic else 1)
-    if not 0 < t.checkpoint_every < config.run.steps:
-        # While it is written, no step is made any more, or none yet that has moments.
-        copied = max(0, copied - activations)
-    yield MemoryItem(
-        "trainer", "a checkpoint on its way to the disk, beside the steps after it", copied, model
-    )
-    yield MemoryItem(
-        "trainer",
-        f"activations of {ranks} x a micro-batch of {tokens} tokens",
-        activations,
-        ("trainer.micro_batch_tokens", "trainer.ranks"),
-        is_certain=False,
-        on_gpu=on_gpu,
-    )
+    yield from _activations_memory(config, sizes, longest_prompt)
     if ranks > 1:
         table = sizes.vocab_size * sizes.hidden_size
         gathered = element * (table + 2 * sizes.num_layer_parameters)
@@ -224,6 +224,58 @@ def _trainer_memory(config: Config, sizes: ModelSizes, *, tokens: int) -> Iterat
             made_anew * handed_bytes(config, sizes),
             model,
         )
+
+
+def _activations_memory(
+    config: Config, sizes: ModelSizes, longest_prompt: int | None
+) -> Iterator[MemoryItem]:
+    """Activations, and the copies that a checkpoint is written from. Where no step is made while a
+    checkpoint is written, only the larger of the two is taken.
+
+    Rollouts of a group whose rewards are alike have no advantage, hence no backward pass. So a
+    micro-batch of rows that have one is as large as one group at least, and `micro_batch_tokens` or
+    the whole batch at most.
+    """
+    trainer = config.trainer
+    most = min(trainer.micro_batch_tokens, batch_tokens(config, longest_prompt))
+    fewest = min(most, group_tokens(config, longest_prompt))
+    if _all_rows_train(config.objective):
+        fewest = most
+    activations = trainer.ranks * activation_bytes(config, sizes, most)
+    not_less = trainer.ranks * activation_bytes(config, sizes, fewest)
+    has_critic = config.objective.advantage == "gae"
+    copies = 3 * trained_parameters(config, sizes) * element_bytes(config.model.dtype)
+    copies *= 1 + has_critic
+    beside_steps = 0 < trainer.checkpoint_every < config.run.steps
+    if not beside_steps:
+        not_less = min(activations, max(not_less, copies))
+        copies = max(0, copies - activations)
+    yield MemoryItem(
+        "trainer",
+        "a checkpoint on its way to the disk, beside the steps after it",
+        copies,
+        model_options(config),
+    )
+    or_fewer = f"; of {fewest} if few rewards differ" if fewest < most else ""
+    yield MemoryItem(
+        "trainer",
+        f"activations of {trainer.ranks} x a micro-batch of {most} tokens{or_fewer}",
+        activations,
+        ("trainer.micro_batch_tokens", "trainer.ranks"),
+        is_certain=False,
+        not_less=not_less,
+        on_gpu=trainer.device != "cpu",
+    )
+
+
+def _all_rows_train(objective: ObjectiveSection) -> bool:
+    """True if rollouts have a backward pass whether or not their group's rewards differ."""
+    added = (
+        objective.kl_coefficient,
+        objective.behaviour_coefficient,
+        objective.entropy_coefficient,
+    )
+    return objective.advantage == "gae" or any(added)
 
 
 def moved_bytes(config: Config, sizes: ModelSizes, *, critics: bool = False) -> int:
