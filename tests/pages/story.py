@@ -1,6 +1,6 @@
 """A page, done from its first block to its last, in a folder that is laid out like a checkout.
 
-Commands are run as they are written, with three exceptions. Runs are made small (`small`). `MODEL_DIR` is the folder of a small model, and
+Commands are run as they are written, with three exceptions. Runs are made small (`small`), except for a stopwatch. `MODEL_DIR` is the folder of a small model, and
 ports 8000 and 8001 are free ones. And what runs until it is ended (`serve`, `rollouts`, `engine`, a block `beside`) runs beside what
 follows.
 
@@ -15,6 +15,7 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,21 +24,36 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.agents import AGENTS
 from tests.real.processes import ENVIRON, Command
 from tests.real.template import template
 
-from .blocks import ROOT, SERVERS, Block
+from .blocks import PAGES, ROOT, SERVERS, Block, blocks_of, lacks
 
 COPIED, PACKED_RUNS = ("configs", "docs", "examples"), ("benchmarks", "src", "tests", "tools")
 SIZES = ("hidden_size=32", "intermediate_size=64", "num_layers=1", "num_heads=2", "num_kv_heads=1")
 SECONDS = 280.0
-"""For one command."""
+"""For one command of a small run."""
+WHOLE_SECONDS = 3600.0
+"""For one command of a run that is made as the page says."""
 TOKEN = "a-token-of-the-pages"
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+TOLD = [page for page in PAGES if page.stem not in AGENTS and not lacks(page) and any(block.tried == "run" for block in blocks_of(page))]
+"""The pages that have something to run, and whose packages are here."""
+
+
+def free_ports() -> list[int]:
+    """Two that are free now."""
+    with socket.socket() as one, socket.socket() as other:
+        for each in (one, other):
+            each.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1], other.getsockname()[1]]
 
 
 class Story:
-    def __init__(self, folder: Path, ports: Sequence[int]) -> None:
+    def __init__(self, folder: Path, ports: Sequence[int], *, is_small: bool = True) -> None:
+        self._is_small = is_small
+        self._seconds = SECONDS if is_small else WHOLE_SECONDS
         self.folder = self.where = folder
         self._ports = dict(zip(("8000", "8001"), map(str, ports), strict=True))
         self._beside: list[Command | subprocess.Popen[bytes]] = []
@@ -71,7 +87,7 @@ class Story:
             elif program and block is program[-1]:
                 self._finish([sys.executable, self._written("\n".join(each.text for each in program))])
         for run in self._runs:
-            assert run.wait(SECONDS) == 0, run.said
+            assert run.wait(self._seconds) == 0, run.said
 
     def close(self) -> None:
         for started in reversed(self._beside):
@@ -93,7 +109,7 @@ class Story:
         if words[0] == "make":
             return
         if Path(words[0]).name == "midflight":
-            self._midflight(small(words[1:], self.where))
+            self._midflight(small(words[1:], self.where) if self._is_small else words[1:])
         elif words[0] == "cd":
             self.where = self.where / words[1]
         else:
@@ -114,7 +130,7 @@ class Story:
             self._reached(words, started)
             return
         try:
-            status = started.wait(SECONDS)
+            status = started.wait(self._seconds)
         finally:
             started.end()
         assert status == 0, f"midflight {shlex.join(words)}: {status}\n{started.said}"
@@ -136,7 +152,7 @@ class Story:
         return subprocess.Popen(words, cwd=self.where, env=self._environ, stdout=output, stderr=subprocess.STDOUT)
 
     def _finish(self, words: Sequence[str]) -> None:
-        done = subprocess.run(words, cwd=self.where, env=self._environ, capture_output=True, text=True, timeout=SECONDS)
+        done = subprocess.run(words, cwd=self.where, env=self._environ, capture_output=True, text=True, timeout=self._seconds)
         assert done.returncode == 0, f"{shlex.join(words)}: {done.returncode}\n{done.stdout}{done.stderr}"
         answer = _object(done.stdout)
         assert "error" not in answer, f"{words[-1]}: {done.stdout}"
