@@ -221,25 +221,24 @@ def test_a_checkpoint_is_counted_beside_activations_only_where_steps_are_made_wh
     assert found == 0, "the activations of a small model are more than its checkpoint"
 
 
-def test_activations_are_of_one_group_that_differs_at_least_and_no_less_than_a_checkpoint_is_copied_from() -> None:
+def test_activations_are_of_one_short_group_that_differs_at_least_and_no_less_than_a_checkpoint_is_copied_from() -> None:
     def found(*overrides: str) -> tuple[int, int, int, int]:
-        config = load_config(None, ["model.max_context=256", "trainer.micro_batch_tokens=16384", *overrides])
+        """The least and the most of the estimate, activations of so many tokens as a group has answers, and a checkpoint's copies."""
+        config = load_config(None, ["run.steps=100", *overrides])
         sizes = model_sizes(config.model)
         (item,) = (item for item in memory_estimate(config, sizes) if "activations" in item.what)
         copies = 3 * sizes.weight_bytes("float32")
-        return item.least_bytes, item.num_bytes, activation_bytes(config, sizes, config.rollout.group_size * 256), copies
+        return item.least_bytes, item.num_bytes, activation_bytes(config, sizes, config.rollout.group_size), copies
 
-    least, most, of_a_group, copies = found()
-    assert copies < least == of_a_group < most
-    large = ["rollout.group_size=2", "model.hidden_size=1024", "model.intermediate_size=4096"]
+    large = ["model.hidden_size=1024", "model.intermediate_size=4096"]
+    least, most, of_a_group, copies = found(*large, "trainer.checkpoint_every=1")
+    assert least == of_a_group < copies < most, "the copies are counted beside it"
     least, most, of_a_group, copies = found(*large, "trainer.checkpoint_every=0")
     assert of_a_group < least == copies < most
-    least, most, of_a_group, copies = found(*large, "run.steps=100", "trainer.checkpoint_every=1")
-    assert least == of_a_group < copies, "which are counted beside it"
-    least, most, of_a_group, copies = found("trainer.micro_batch_tokens=512")
-    assert least == most, "a group has more"
-    least, most, of_a_group, copies = found("objective.entropy_coefficient=0.01")
-    assert least == most, "every row has a backward pass"
+    least, most, of_a_group, copies = found("objective.entropy_coefficient=0.01", "trainer.checkpoint_every=1")
+    assert of_a_group < least < most, "every row has a backward pass"
+    least, most, of_a_group, copies = found("trainer.micro_batch_tokens=4", "trainer.checkpoint_every=1")
+    assert least == most < of_a_group
 
 
 def test_memory_counts_what_ranks_gather_of_each_other() -> None:

@@ -121,18 +121,15 @@ def longest_row(config: Config, longest_prompt: int | None) -> int:
 
 
 def batch_tokens(config: Config, longest_prompt: int | None) -> int:
-    """The most tokens that a batch can have."""
-    return config.rollout.groups_per_step * group_tokens(config, longest_prompt)
-
-
-def group_tokens(config: Config, longest_prompt: int | None) -> int:
-    """The most tokens that a group can have. Rollouts of one turn share their prompt."""
-    rollouts = config.rollout.group_size
+    """The most tokens that a batch can have if rollouts of a group share their prompt and have one
+    turn.
+    """
+    rollouts = batch_rollouts(config.rollout)
     row = longest_row(config, longest_prompt)
     if longest_prompt is None or not _has_one_turn(config.environment):
         return rollouts * row
     prompt = min(longest_prompt, row)
-    return prompt + rollouts * (row - prompt)
+    return config.rollout.groups_per_step * prompt + rollouts * (row - prompt)
 
 
 def _has_one_turn(environment: EnvironmentSection) -> bool:
@@ -232,15 +229,15 @@ def _activations_memory(
     """Activations, and the copies that a checkpoint is written from. Where no step is made while a
     checkpoint is written, only the larger of the two is taken.
 
-    Rollouts of a group whose rewards are alike have no advantage, hence no backward pass. So a
-    micro-batch of rows that have one is as large as one group at least, and `micro_batch_tokens` or
-    the whole batch at most.
+    Rollouts of a group whose rewards are alike have no advantage, hence no backward pass. The least
+    is a step of one group whose rewards differ, with answers of one token.
     """
     trainer = config.trainer
     most = min(trainer.micro_batch_tokens, batch_tokens(config, longest_prompt))
-    fewest = min(most, group_tokens(config, longest_prompt))
+    fewest = config.rollout.group_size
     if _all_rows_train(config.objective):
-        fewest = most
+        fewest = batch_rollouts(config.rollout)
+    fewest = min(most, fewest)
     activations = trainer.ranks * activation_bytes(config, sizes, most)
     not_less = trainer.ranks * activation_bytes(config, sizes, fewest)
     has_critic = config.objective.advantage == "gae"
@@ -256,10 +253,10 @@ def _activations_memory(
         copies,
         model_options(config),
     )
-    or_fewer = f"; of {fewest} if few rewards differ" if fewest < most else ""
     yield MemoryItem(
         "trainer",
-        f"activations of {trainer.ranks} x a micro-batch of {most} tokens{or_fewer}",
+        f"activations of {trainer.ranks} x a micro-batch of {most} tokens; fewer if answers are "
+        "short or few rewards differ",
         activations,
         ("trainer.micro_batch_tokens", "trainer.ranks"),
         is_certain=False,
