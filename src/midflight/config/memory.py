@@ -94,12 +94,12 @@ class MemoryItem:
     as long as can be.
     """
     on_gpu: bool = False
-    not_less: int = 0
+    sure_bytes: int = 0
     """The bytes of it that are taken in any case, if it is not certain."""
 
     @property
     def least_bytes(self) -> int:
-        return self.num_bytes if self.is_certain else self.not_less
+        return self.num_bytes if self.is_certain else self.sure_bytes
 
 
 def total_bytes(items: Sequence[MemoryItem]) -> int:
@@ -239,13 +239,13 @@ def _activations_memory(
         fewest = batch_rollouts(config.rollout)
     fewest = min(most, fewest)
     activations = trainer.ranks * activation_bytes(config, sizes, most)
-    not_less = trainer.ranks * activation_bytes(config, sizes, fewest)
+    sure_bytes = trainer.ranks * activation_bytes(config, sizes, fewest)
     has_critic = config.objective.advantage == "gae"
     copies = 3 * trained_parameters(config, sizes) * element_bytes(config.model.dtype)
     copies *= 1 + has_critic
     beside_steps = 0 < trainer.checkpoint_every < config.run.steps
     if not beside_steps:
-        not_less = min(activations, max(not_less, copies))
+        sure_bytes = min(activations, max(sure_bytes, copies))
         copies = max(0, copies - activations)
     yield MemoryItem(
         "trainer",
@@ -260,7 +260,7 @@ def _activations_memory(
         activations,
         ("trainer.micro_batch_tokens", "trainer.ranks"),
         is_certain=False,
-        not_less=not_less,
+        sure_bytes=sure_bytes,
         on_gpu=trainer.device != "cpu",
     )
 
