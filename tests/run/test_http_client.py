@@ -6,7 +6,11 @@ import asyncio
 import socket
 import threading
 
+import pytest
+
 from midflight.errors import EngineUnavailable
+from midflight.run.parts import WorkerSpec
+from midflight.run.worker.worker_process import gateway_client
 from midflight.wire.client import HttpClient
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok"
@@ -24,25 +28,49 @@ def answer_all(listener: socket.socket) -> None:
                 connection.sendall(ANSWER)
 
 
-def test_connecting_may_take_as_long_as_the_caller_bears_the_answer() -> None:
-    """As on a slow network: the kernel takes no more connections until the first ones were accepted."""
+async def asked_late(http: HttpClient, *, seconds: float | None = None) -> bytes:
+    """The answer of a server that accepts after 0.3 s: the kernel takes no more connections until the first ones were accepted."""
+    address = ("127.0.0.1", int(http._url.rpartition(":")[2]))
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
         listener.listen(0)
-        address = listener.getsockname()
         waiting = [socket.socket() for _ in range(4)]
         for early in waiting:
             early.setblocking(False)
             early.connect_ex(address)
-
-        async def ask() -> bytes:
-            async with HttpClient(f"http://127.0.0.1:{address[1]}", lost=EngineUnavailable, connect_seconds=0.1) as http:
-                asked = asyncio.create_task(http.call("GET", "/", seconds=60))
+        try:
+            async with http:
+                asked = asyncio.create_task(http.call("GET", "/", seconds=seconds))
                 await asyncio.sleep(0.3)
                 for early in waiting:
                     early.close()
                 threading.Thread(target=answer_all, args=(listener,), daemon=True).start()
                 return (await asked).content
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
 
-        assert asyncio.run(ask()) == b"ok"
-        listener.shutdown(socket.SHUT_RDWR)
+
+def free_url() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{free.getsockname()[1]}"
+
+
+def test_connecting_may_take_as_long_as_the_caller_bears_the_answer() -> None:
+    http = HttpClient(free_url(), lost=EngineUnavailable, connect_seconds=0.1)
+    assert asyncio.run(asked_late(http, seconds=60)) == b"ok"
+
+
+def test_connecting_is_bounded_where_the_caller_does_not_bound_the_call() -> None:
+    http = HttpClient(free_url(), lost=EngineUnavailable, connect_seconds=0.1)
+    with pytest.raises(EngineUnavailable, match="did not answer"):
+        asyncio.run(asked_late(http))
+
+
+def test_a_worker_waits_for_the_rollout_process_however_long_connecting_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The programs of its rewards may leave it no processor for seconds; a lost call would end the run."""
+    defaults = {**HttpClient.__init__.__kwdefaults__, "connect_seconds": 0.1}
+    monkeypatch.setattr(HttpClient.__init__, "__kwdefaults__", defaults)
+    http = gateway_client(WorkerSpec("worker0", free_url(), "token", "{}"))
+    assert asyncio.run(asked_late(http)) == b"ok"

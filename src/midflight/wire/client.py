@@ -32,12 +32,15 @@ class HttpClient:
         *,
         lost: Callable[[str], Exception],
         token: str | None = None,
-        connect_seconds: float = 5.0,
+        connect_seconds: float | None = 5.0,
         line_bytes: int = 2**16,
     ) -> None:
         """`lost` makes the error from a sentence about the failure, such as "did not answer
         /health: ...". `connect_seconds` bound connecting if a call has no bound of its own; the
-        caller may try again. `line_bytes` is the longest line of a streamed answer.
+        caller may try again. None leaves it to the kernel, which says at once that nobody listens,
+        and after minutes that a machine is gone: for a caller that may itself get no processor for
+        seconds, and would take its own delay for the server's. `line_bytes` is the longest line of
+        a streamed answer.
         """
         self._url = url
         self._lost = lost

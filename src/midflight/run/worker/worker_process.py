@@ -76,6 +76,18 @@ class WorkerSession:
     api_key: str
 
 
+def gateway_client(spec: WorkerSpec) -> HttpClient:
+    """The client of the rollout process. A lost call ends the worker, and programs that agents and
+    rewards start may take all processors for seconds, so connecting has no bound.
+    """
+    return HttpClient(
+        spec.url,
+        lost=lambda deed: PartLost(f"the rollout process {deed}"),
+        token=spec.token,
+        connect_seconds=None,
+    )
+
+
 async def run_worker(spec: WorkerSpec, launcher: LauncherPipe) -> None:
     """Runs agents until the launcher ends it, or the rollout process is gone."""
     loop = asyncio.get_running_loop()
@@ -83,9 +95,7 @@ async def run_worker(spec: WorkerSpec, launcher: LauncherPipe) -> None:
         # there is nothing to save, and an agent may hold the loop
         loop.remove_signal_handler(number)
         signal.signal(number, signal.SIG_DFL)
-    http_client = HttpClient(
-        spec.url, lost=lambda deed: PartLost(f"the rollout process {deed}"), token=spec.token
-    )
+    http_client = gateway_client(spec)
     section = EnvironmentSection.model_validate_json(spec.environment)
     program = AgentProgram(section)
     clients = partial(SharedClients, untracked=section.untracked, public_url=spec.public_url)
