@@ -28,9 +28,9 @@ def answer_all(listener: socket.socket) -> None:
                 connection.sendall(ANSWER)
 
 
-async def asked_late(http: HttpClient, *, seconds: float | None = None) -> bytes:
+async def asked_late(http: HttpClient, url: str, *, seconds: float | None = None) -> bytes:
     """The answer of a server that accepts after 0.3 s: the kernel takes no more connections until the first ones were accepted."""
-    address = ("127.0.0.1", int(http._url.rpartition(":")[2]))
+    address = ("127.0.0.1", int(url.rpartition(":")[2]))
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
@@ -58,19 +58,23 @@ def free_url() -> str:
 
 
 def test_connecting_may_take_as_long_as_the_caller_bears_the_answer() -> None:
-    http = HttpClient(free_url(), lost=EngineUnavailable, connect_seconds=0.1)
-    assert asyncio.run(asked_late(http, seconds=60)) == b"ok"
+    url = free_url()
+    http = HttpClient(url, lost=EngineUnavailable, connect_seconds=0.1)
+    assert asyncio.run(asked_late(http, url, seconds=60)) == b"ok"
 
 
 def test_connecting_is_bounded_where_the_caller_does_not_bound_the_call() -> None:
-    http = HttpClient(free_url(), lost=EngineUnavailable, connect_seconds=0.1)
+    url = free_url()
+    http = HttpClient(url, lost=EngineUnavailable, connect_seconds=0.1)
     with pytest.raises(EngineUnavailable, match="did not answer"):
-        asyncio.run(asked_late(http))
+        asyncio.run(asked_late(http, url))
 
 
 def test_a_worker_waits_for_the_rollout_process_however_long_connecting_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The programs of its rewards may leave it no processor for seconds; a lost call would end the run."""
-    defaults = {**HttpClient.__init__.__kwdefaults__, "connect_seconds": 0.1}
-    monkeypatch.setattr(HttpClient.__init__, "__kwdefaults__", defaults)
-    http = gateway_client(WorkerSpec("worker0", free_url(), "token", "{}"))
-    assert asyncio.run(asked_late(http)) == b"ok"
+    known = HttpClient.__init__.__kwdefaults__
+    assert known is not None
+    monkeypatch.setitem(known, "connect_seconds", 0.1)
+    url = free_url()
+    http = gateway_client(WorkerSpec("worker0", url, "token", "{}"))
+    assert asyncio.run(asked_late(http, url)) == b"ok"
