@@ -28,7 +28,7 @@ calculator: $(VENV)/.demo
 	$(BIN)/python examples/calculator.py runs/calculator-calls.jsonl
 	$(BIN)/midflight train configs/calculator.toml --overwrite
 
-# A model that can talk, out of the package that carries it, learns two tasks, one after the other: 15 to 22 minutes on two quiet cores, from nothing.
+# A model that can talk, out of the package that carries it, learns two tasks, one after the other: 15 to 25 minutes on two quiet cores, from nothing.
 # SEEDS=3 makes three runs of each. Runs that have finished are not made again, and what was interrupted goes on: by the same command.
 SEEDS ?= 1
 PRETRAINED ?= runs/pretrained
