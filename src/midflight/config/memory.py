@@ -99,6 +99,7 @@ class MemoryItem:
 
     @property
     def least_bytes(self) -> int:
+        """The bytes that are taken in any case: all of a certain item."""
         return self.num_bytes if self.is_certain else self.sure_bytes
 
 
@@ -107,7 +108,7 @@ def total_bytes(items: Sequence[MemoryItem]) -> int:
 
 
 def least_bytes(items: Sequence[MemoryItem]) -> int:
-    """What is taken in any case."""
+    """Returns the bytes of these items that are taken in any case."""
     return sum(item.least_bytes for item in items)
 
 
