@@ -21,6 +21,7 @@ from midflight.trajectories.pairs import oldest_checkpoint
 from midflight.trajectories.segments import SEGMENTS, place_of, read
 from midflight.trajectories.store import Store
 from midflight.types import Batch, Reason, RolloutKey, Row, Trajectory
+from midflight.types.facts import TrajectoryKept
 
 from .keeping import Keeper
 from .making import key, trajectory
@@ -102,6 +103,39 @@ def test_rows_come_back_to_the_last_bit_whether_or_not_they_lie_in_runs() -> Non
                 assert now is None
             else:
                 assert (was.dtype, was.tobytes()) == (now.dtype, now.tobytes()), name
+
+
+def test_the_rollouts_of_a_transaction_are_written_together_up_to_a_size(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    pwrite = os.pwrite
+
+    def counted(handle: int, data: memoryview, offset: int) -> int:
+        sizes.append(len(data))
+        return pwrite(handle, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", counted)
+    store = Keeper(path)
+    store.admit(key(0))
+    store.write([TrajectoryKept(long(sample, num_tokens=1000), {}, {}) for sample in range(8)])
+    assert len(sizes) == 1, "a write gives the interpreter's lock away"
+    monkeypatch.setattr(segments, "GATHERED_BYTES", 3 * sizes[0] // 8)
+    store.write([TrajectoryKept(long(sample, num_tokens=1000), {}, {}) for sample in range(8, 16)])
+    assert len(sizes) == 4 and max(sizes[1:]) <= sizes[0] // 2
+    store.close()
+    (unfinished,) = Keeper(path).unfinished()
+    for made in unfinished.finished:
+        np.testing.assert_array_equal(made.rows[0].token_ids, long(made.key.sample, num_tokens=1000).rows[0].token_ids)
+    assert len(unfinished.finished) == 16
+
+
+def test_nobody_looks_for_runs_in_the_rows_of_a_short_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    monkeypatch.setattr(database, "run_lengths", lambda array: looked.append(array.nbytes))
+    short = long(0, num_tokens=32).rows
+    (back,) = database.decode_rows(encode_rows(short))
+    assert not looked and back.versions.tobytes() == short[0].versions.tobytes()
+    encode_rows(long(0, num_tokens=200).rows)
+    assert min(looked) == 200
 
 
 def test_a_full_segment_is_followed_by_another_and_a_process_never_appends_to_that_of_one_before(

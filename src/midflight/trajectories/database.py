@@ -667,10 +667,16 @@ def _unpack_row(row: _StoredRow) -> Row:
     )
 
 
+_SHORT_BYTES = 128
+"""Arrays up to this size are stored as they are. To look for runs in them would take most of the
+time in which a rollout is stored.
+"""
+
+
 def _in_runs(array: NDArray[Any], dtype: str) -> bytes | _StoredRuns:
-    """The array as it is, or as runs if that is shorter."""
+    """The array as it is, or as runs if it is long and they are shorter."""
     plain = array.astype(dtype, copy=False)
-    runs = run_lengths(plain)
+    runs = run_lengths(plain) if plain.nbytes > _SHORT_BYTES else None
     if runs is None:
         return plain.tobytes()
     return _StoredRuns(runs.values.tobytes(), runs.lengths.tobytes())

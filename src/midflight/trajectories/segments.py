@@ -13,7 +13,7 @@ import secrets
 import struct
 import time
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +25,10 @@ SEGMENTS = "segments"
 """The name of the folder in that of the run, or of one of its gateways."""
 SEGMENT_BYTES = 64 * 2**20
 """A segment is full at this size. It is also the least that `run.keep_trajectories` removes."""
+GATHERED_BYTES = 2**20
+"""Rows are written together up to this size. Each write gives the interpreter's lock away, and must
+wait for it again.
+"""
 _SUFFIX = ".segment"
 _REMOVED = ".removed"
 _PLACE = struct.Struct("<BQQII")
@@ -116,18 +120,30 @@ class SegmentWriter:
         self._folder = folder
         self._open: _OpenSegment | None = None
 
-    def append(self, rows: bytes) -> bytes:
-        """Writes rows, and returns what the index keeps for them: their place, or the rows
-        themselves if these are no longer than a place. Raises `StoreFailed` with the remedy.
+    def append(self, rollouts: Iterable[bytes]) -> list[bytes]:
+        """Writes the rows of each rollout, and returns what the index keeps for them: their place,
+        or the rows themselves if these are no longer than a place. Raises `StoreFailed` with the
+        remedy.
         """
-        if len(rows) <= _PLACE.size:
-            return rows
+        kept: list[bytes] = []
+        for rows in rollouts:
+            if len(rows) <= _PLACE.size:
+                kept.append(rows)
+            else:
+                kept.append(self._segment().append(rows).encode())
+        if self._open is not None:
+            self._open.write()
+        return kept
+
+    def _segment(self) -> "_OpenSegment":
+        """The segment that is appended to. It is not full."""
         if self._open is not None and self._open.end >= SEGMENT_BYTES:
+            self._open.write()
             self.sync()
             self.close()
         if self._open is None:
             self._open = _begun(self._folder)
-        return self._open.append(rows).encode()
+        return self._open
 
     def settle(self) -> None:
         """The transaction of what was appended is over."""
@@ -194,18 +210,29 @@ class _OpenSegment:
         self.path = path
         self._handle = handle
         self._synced = 0
+        self._gathered: list[bytes] = []
+        """Rows that are not in the file yet. They end at `end`."""
+        self._written = 0
         self.settled = 0
         self.end = 0
 
     def append(self, rows: bytes) -> SegmentPlace:
+        """The place of these rows. They are in the file after `write`."""
         place = SegmentPlace(self._name, self.end, len(rows), zlib.crc32(rows))
-        left = memoryview(rows)
+        self._gathered.append(rows)
+        self.end += len(rows)
+        if self.end - self._written >= GATHERED_BYTES:
+            self.write()
+        return place
+
+    def write(self) -> None:
+        left = memoryview(b"".join(self._gathered))
+        self._gathered.clear()
         with naming(self.path):
             while left:
-                written = os.pwrite(self._handle, left, self.end)
-                self.end += written
-                left = left[written:]
-        return place
+                num = os.pwrite(self._handle, left, self._written)
+                self._written += num
+                left = left[num:]
 
     def sync(self) -> None:
         if self._synced < self.end:
@@ -214,7 +241,9 @@ class _OpenSegment:
             self._synced = self.end
 
     def undo(self) -> None:
+        self._gathered.clear()
         self.end = self.settled
+        self._written = self.settled
         with suppress(OSError):  # what is left is overwritten, or lies behind every place
             os.ftruncate(self._handle, self.end)
 

@@ -245,8 +245,10 @@ class Store:
                 turn_rows.append((*_rollout(key), turn.number, database.encode_turn(turn.turn)))
         self._db.execute_rows("INSERT OR REPLACE INTO turns VALUES {}", turn_rows)
         ended = list[tuple[Value, ...]]()
-        for deed in kept:
-            rows = self._segments.append(database.encode_rows(deed.trajectory.rows))
+        all_rows = self._segments.append(
+            database.encode_rows(deed.trajectory.rows) for deed in kept
+        )
+        for deed, rows in zip(kept, all_rows, strict=True):
             of = database.columns(deed.trajectory, rows=rows)
             ended.append((*_rollout(deed.trajectory.key), *of))
         self._db.execute_rows("INSERT OR REPLACE INTO rollouts VALUES {}", ended)
