@@ -17,6 +17,7 @@ from tests.models.zoo import tiny
 from transformers import PreTrainedModel
 
 from midflight.engines.embedded.engine import EmbeddedEngine, Generated
+from midflight.engines.embedded.key_runs import joined, num_keys, oldest
 from midflight.engines.embedded.prefixes import Ints, Prefixes
 from midflight.models.caches import cache_name
 from midflight.types import GenerateRequest, PauseMode
@@ -71,15 +72,16 @@ class Kept:
     def add(self, text: str | Sequence[int], *, version: int = 0) -> None:
         tokens = tokens_of(text)
         self.slots.held[0] = tuple(tokens.tolist())
-        self.tree.add(0, tokens, np.full(len(tokens), version))
+        self.tree.add(0, tokens, ((version, len(tokens)),))
 
     def known(self, text: str | Sequence[int]) -> tuple[int, int]:
         """How many tokens of it, and of which oldest version; they are in slot 1 then."""
         tokens = tokens_of(text)
         self.slots.held.pop(1, None)
-        versions = self.tree.fill(1, tokens)
-        assert self.slots.held.get(1, ()) == tuple(tokens[: len(versions)].tolist())
-        return len(versions), int(versions.min(initial=0 if not len(versions) else 99))
+        made_by = self.tree.fill(1, tokens)
+        num = num_keys(made_by)
+        assert self.slots.held.get(1, ()) == tuple(tokens[:num].tolist())
+        return num, oldest(made_by) if made_by else 0
 
 
 def test_the_next_turn_of_a_conversation_finds_all_of_those_before() -> None:
@@ -160,7 +162,7 @@ def test_keys_are_those_that_the_versions_say_computed_one_behind_the_other(
     """Sequences go on behind keys that are known, or compute all; at some place in each a newer version comes."""
     kept, version = Kept(), 0
     for tokens, place, anew in asked:
-        known = kept.tree.fill(0, tokens_of(tokens)).tolist()
+        known = [made_by for made_by, num in kept.tree.fill(0, tokens_of(tokens)) for _ in range(num)]
         keys = list(kept.slots.held.get(0, ()))[: len(known)]
         assert keys == lineage(tokens[: len(known)], known)
         versions = [] if anew else known
@@ -168,7 +170,7 @@ def test_keys_are_those_that_the_versions_say_computed_one_behind_the_other(
             version += len(versions) == place
             versions.append(version)
         kept.slots.held[0] = tuple(lineage(tokens, versions))
-        kept.tree.add(0, tokens_of(tokens), np.array(versions))
+        kept.tree.add(0, tokens_of(tokens), joined([((made_by, 1),) for made_by in versions]))
 
 
 def test_states_are_known_only_where_they_were_taken() -> None:
@@ -298,15 +300,15 @@ def test_the_keys_that_an_engine_tells_are_those_that_its_tokens_attended_to(gue
         step = scheduler.step()
         told = dict(step.key_runs)
         num_told += len(told)
-        for handle, token, logprob, oldest in step.rows():
+        for handle, token, logprob, oldest_key in step.rows():
             ids, made_by = running[handle]
             if handle in told:
                 made_by[:] = [made for made, length in told.pop(handle) for _ in range(length)]
-            elif oldest == step.version:
+            elif oldest_key == step.version:
                 made_by[:] = [step.version] * len(ids)
             else:
                 made_by.append(step.version)
-            assert min(made_by) == oldest and len(made_by) == len(ids)
+            assert min(made_by) == oldest_key and len(made_by) == len(ids)
             assert logprob == pytest.approx(logprob_of(token, models, ids, made_by), abs=1e-4)
             ids.append(token)
             num_checked += 1

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from midflight.engines.embedded.experts import ExpertRecords
-from midflight.types import UInt8, Version
+from midflight.engines.embedded.key_runs import cut, joined, oldest
+from midflight.types import KeyRuns, UInt8, Version
 
 Ints = NDArray[np.int64]
-_NO_VERSIONS: Ints = np.empty(0, dtype=np.int64)
 
 
 class PrefixRoom(NamedTuple):
@@ -73,10 +73,10 @@ class KeepsSpans(Protocol):
 class _Span:
     tokens: Ints
     computed: SpanState
-    versions: Ints
-    """The version that computed the key of each token, over the keys of the spans before."""
+    made_by: KeyRuns
+    """The versions that computed its keys, over the keys of the spans before."""
     oldest: Version
-    """The least of `versions`."""
+    """The least of them."""
     experts: UInt8 | None
     """[tokens, bytes of a token], if choices are recorded."""
     parent: "_Span | None"
@@ -100,16 +100,16 @@ class Prefixes:
         """The span used longest ago comes first. A span is used whenever one behind it is."""
         self.num_bytes = 0
 
-    def fill(self, slot: int, tokens: Ints) -> Ints:
+    def fill(self, slot: int, tokens: Ints) -> KeyRuns:
         """Fills the slot with all that is known of a sequence that begins with `tokens`. Returns
-        the version of each known key. There are always fewer keys than tokens.
+        the versions of the known keys. There are always fewer keys than tokens.
         """
         found = self._walk(tokens[:-1])
         if self._runner.keeps_states:
             while found and not _can_go_on_behind(*found[-1]):
                 found.pop()
         if not found:
-            return _NO_VERSIONS
+            return ()
         self._runner.put(slot, [(span.computed, num) for span, num in found])
         if self._experts is not None:
             self._experts.fill(
@@ -117,9 +117,9 @@ class Prefixes:
             )
         last, _ = found[-1]
         self._use(last)
-        return np.concatenate([span.versions[:num] for span, num in found])
+        return joined([cut(span.made_by, 0, num) for span, num in found])
 
-    def add(self, slot: int, tokens: Ints, versions: Ints) -> None:
+    def add(self, slot: int, tokens: Ints, made_by: KeyRuns) -> None:
         """Keeps the contents of the slot: the keys of all `tokens`, and the versions that computed
         them. Keys depend on the keys before them. So a span of these tokens that has keys of other
         versions is replaced, with all spans behind it, if it is older. If it is newer, the rest of
@@ -130,10 +130,10 @@ class Prefixes:
         last: _Span | None = None
         end = 0
         for known, num in self._walk(tokens):
-            there = known.versions[:num]
-            made = versions[end : end + num]
-            if not np.array_equal(there, made):
-                if there.min() >= made.min():
+            there = cut(known.made_by, 0, num)
+            made = cut(made_by, end, end + num)
+            if there != made:
+                if oldest(there) >= oldest(made):
                     return
                 self._drop(known)
                 break
@@ -145,7 +145,8 @@ class Prefixes:
                 self._fill(last, slot, start=start, at_end=at_end)
         if end < len(tokens):
             computed = self._runner.take(slot, start=end, end=len(tokens), at_end=True)
-            last = self._grow(last, tokens[end:].copy(), computed, versions[end:].copy())
+            runs = cut(made_by, end, len(tokens))
+            last = self._grow(last, tokens[end:].copy(), computed, runs)
             last.experts = self._chosen(slot, end, len(tokens))
         if last is not None:
             self._use(last)
@@ -198,11 +199,12 @@ class Prefixes:
         computed = span.computed
         del self._siblings(span)[int(tokens[0])]
         self.num_bytes -= computed.num_bytes
-        first = self._grow(span.parent, tokens[:num], computed.cut(0, num), span.versions[:num])
+        runs = cut(span.made_by, 0, num)
+        first = self._grow(span.parent, tokens[:num], computed.cut(0, num), runs)
         span.computed = computed.cut(num, len(tokens))
         span.tokens = tokens[num:]
-        span.versions = span.versions[num:]
-        span.oldest = int(span.versions.min())
+        span.made_by = cut(span.made_by, num, len(tokens))
+        span.oldest = oldest(span.made_by)
         span.parent = first
         if span.experts is not None:
             first.experts = span.experts[:num]
@@ -212,9 +214,9 @@ class Prefixes:
         return first
 
     def _grow(
-        self, parent: _Span | None, tokens: Ints, computed: SpanState, versions: Ints
+        self, parent: _Span | None, tokens: Ints, computed: SpanState, made_by: KeyRuns
     ) -> _Span:
-        span = _Span(tokens, computed, versions, int(versions.min()), None, parent)
+        span = _Span(tokens, computed, made_by, oldest(made_by), None, parent)
         self._siblings(span)[int(tokens[0])] = span
         self._spans[span] = None
         self.num_bytes += computed.num_bytes

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from midflight.engines.embedded.experts import ExpertRecords
+from midflight.engines.embedded.key_runs import num_keys
 from midflight.engines.embedded.prefixes import Prefixes, PrefixRoom
 from midflight.engines.embedded.prompt_lookup import guess
 from midflight.engines.embedded.runner import StepBatch
@@ -466,10 +467,11 @@ class Scheduler:
         if table.blocked[slot]:
             return
         known = self._prefixes.fill(slot, table.tokens[slot, : len(prompt)])
-        self.num_reused += len(known)
-        if len(known):
+        if known:
             table.know(slot, known)
-        if self._room.num_bytes and len(prompt) - len(known) > 1:
+        num_known = num_keys(known)
+        self.num_reused += num_known
+        if self._room.num_bytes and len(prompt) - num_known > 1:
             self._leaders[prompt] = slot
             table.leading[slot] = True
 
@@ -478,9 +480,8 @@ class Scheduler:
         if table.kv_version[slot] < self._oldest_usable:
             return
         cached = int(table.cached[slot])
-        runs = table.key_runs(slot, cached, version=self.version)
-        made_by, lengths = np.array(runs, dtype=np.int64).reshape(-1, 2).T
-        self._prefixes.add(slot, table.tokens[slot, :cached], np.repeat(made_by, lengths))
+        made_by = table.key_runs(slot, cached, version=self.version)
+        self._prefixes.add(slot, table.tokens[slot, :cached], made_by)
 
     def _finished_before(self, submission: Submission) -> Finish | None:
         """Returns how a request ends with the tokens that it has on arrival, or `None` if it goes

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from midflight.engines.embedded.grammar import Constraint
+from midflight.engines.embedded.key_runs import joined, oldest
 from midflight.engines.embedded.sampler import Biases, Masks, Penalties, SamplingBatch
 from midflight.text.detokenizer import StopMatcher
 from midflight.types import Feature, GenerateRequest, KeyRuns, Version
@@ -125,12 +126,16 @@ class SlotTable:
         self.older_keys[slot] = []
         self.begins[slot] = True
 
-    def know(self, slot: int, versions: Ints) -> None:
+    def know(self, slot: int, made_by: KeyRuns) -> None:
         """Says which versions computed the first keys of the slot, which are there now."""
-        self.cached[slot] = len(versions)
-        self.kv_version[slot] = versions.min()
-        ends = np.flatnonzero(np.diff(versions, append=-1)) + 1
-        self.older_keys[slot] = list(zip(versions[ends - 1].tolist(), ends.tolist(), strict=True))
+        end = 0
+        ends: list[tuple[Version, int]] = []
+        for version, num in made_by:
+            end += num
+            ends.append((version, end))
+        self.cached[slot] = end
+        self.kv_version[slot] = oldest(made_by)
+        self.older_keys[slot] = ends
 
     def close_keys(self, slot: int, version: Version) -> None:
         """Says that the keys of the slot from here on are of a newer version than `version`."""
@@ -143,17 +148,13 @@ class SlotTable:
 
     def key_runs(self, slot: int, num_keys: int, *, version: Version) -> KeyRuns:
         """The versions of the first keys of the slot, if `version` is served."""
-        found: list[tuple[Version, int]] = []
+        runs: list[tuple[Version, int]] = []
         start = 0
         for made_by, end in (*self.older_keys[slot], (version, num_keys)):
-            if end == start:
-                continue
-            if found and found[-1][0] == made_by:
-                found[-1] = (made_by, found[-1][1] + end - start)
-            else:
-                found.append((made_by, end - start))
-            start = end
-        return tuple(found)
+            if end > start:
+                runs.append((made_by, end - start))
+                start = end
+        return joined([tuple(runs)])
 
     def release(self, slot: int) -> Submission:
         submission = self.submissions[slot]
