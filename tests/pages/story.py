@@ -58,7 +58,7 @@ class Story:
         self._ports = dict(zip(("8000", "8001"), map(str, ports), strict=True))
         self._beside: list[Command | subprocess.Popen[bytes]] = []
         self._environ = ENVIRON | {"MIDFLIGHT_CONTROL_TOKEN": TOKEN, "PYTHONPATH": str(ROOT / "src"), "NO_PROXY": "*", "no_proxy": "*"}
-        self._runs: list[Command] = []
+        self.runs: list[Command] = []
         self._num_commands = 0
         self._lay_out()
 
@@ -85,9 +85,8 @@ class Story:
                 for line in block.commands():
                     self.command(line)
             elif program and block is program[-1]:
-                self._finish([sys.executable, self._written("\n".join(each.text for each in program))])
-        for run in self._runs:
-            assert run.wait(self._seconds) == 0, run.said
+                self.program("\n".join(each.text for each in program))
+        self.runs_end()
 
     def close(self) -> None:
         for started in reversed(self._beside):
@@ -100,6 +99,14 @@ class Story:
                     process.kill()
             if isinstance(started, Command):
                 started.end()
+
+    def program(self, text: str) -> None:
+        self._finish([sys.executable, self._written(text)])
+
+    def runs_end(self) -> None:
+        """Those that workers beside them do."""
+        for run in self.runs:
+            assert run.wait(self._seconds) == 0, run.said
 
     # --- One command ---------------------------------------------------------------------------------------------------
 
@@ -126,7 +133,7 @@ class Story:
         waits_for_workers = any("claimed:claimed" in word for word in words)
         if words[0] in SERVERS or waits_for_workers:
             self._beside.append(started)
-            self._runs += [started] * waits_for_workers
+            self.runs += [started] * waits_for_workers
             self._reached(words, started)
             return
         try:
