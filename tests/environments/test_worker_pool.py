@@ -290,6 +290,46 @@ def test_words_that_come_late_from_a_busy_machine_are_excused_for_all_but_a_bloc
     play(main)
 
 
+def test_the_wait_of_programs_for_a_processor_is_excused_once_also_in_tools_and_in_a_silence() -> None:
+    async def main(it: Play) -> None:
+        it.recorder.waiting.add("a")
+        worker = it.worker()
+        await it.rollout("a")
+        before = it.pool.excused("a")
+        it.pool.in_tools(worker, "a", 30.0)
+        await asyncio.sleep(1)
+        it.pool.wait_for_processor(worker, "a", waits=True)
+        await asyncio.sleep(100)
+        assert it.pool.excused("a") - before == pytest.approx(100) and it.pool.tool_seconds("a") == pytest.approx(1)
+        it.pool.hear(worker)
+        assert it.pool.excused("a") - before == pytest.approx(100)
+        it.pool.wait_for_processor(worker, "a", waits=False)
+        await asyncio.sleep(2)
+        assert it.pool.excused("a") - before == pytest.approx(100) and it.pool.tool_seconds("a") == pytest.approx(3)
+        it.pool.wait_for_processor(worker, "ended long ago", waits=True)
+        it.pool.wait_for_processor(worker, "a", waits=True)
+        it.pool.leave(worker)
+        await asyncio.sleep(50)
+        it.worker()
+        await asyncio.sleep(2)
+        assert it.pool.excused("a") == pytest.approx(153, abs=0.01), "it began again, and does not wait any more"
+
+    play(main)
+
+
+def test_who_blocks_its_loop_is_not_excused_for_a_program_whose_end_nobody_could_tell() -> None:
+    async def main(it: Play) -> None:
+        worker = it.worker()
+        await it.rollout("a")
+        it.pool.wait_for_processor(worker, "a", waits=True)
+        await asyncio.sleep(2)
+        it.pool.blocked("w0", "a", where="", seconds=1)
+        await asyncio.sleep(20)
+        assert it.pool.excused("a") == pytest.approx(2, abs=0.01)
+
+    play(main)
+
+
 def test_tools_count_up_to_their_limit_and_are_forgotten_when_the_agent_begins_again() -> None:
     async def main(it: Play) -> None:
         it.recorder.waiting.add("a")

@@ -20,6 +20,7 @@ from midflight.config.sections import EnvironmentSection
 from midflight.environments.agents import LocalAgents
 from midflight.environments.built_in_loop import BuiltInLoop
 from midflight.environments.result_checks import UnscoredRollout
+from midflight.environments.sandboxes import processors
 from midflight.environments.worker_pool import WorkerPool
 from midflight.errors import AgentFailed, ConfigError, first_error
 from midflight.run.api import worker_wire as wire
@@ -246,6 +247,31 @@ def test_tools_that_run_in_a_worker_are_told_with_their_limit() -> None:
     asked: list[str] = []
     tools, rewards = ["tests.environments.some_tools:rests"], [{"entry": "tests.environments.some_tools:correct"}]
     with_worker(main, host=BuiltInLoop(EnvironmentSection.model_validate({"tools": tools, "rewards": rewards}), post))
+
+
+@pytest.mark.parametrize("of_group", [False, True])
+def test_programs_that_wait_for_a_processor_in_a_worker_are_told(monkeypatch: pytest.MonkeyPatch, of_group: bool) -> None:
+    async def runs(*_: object, **__: object) -> float:
+        async with line.one():
+            return 1.0
+
+    async def judges(*_: object, **__: object) -> list[Result]:
+        return [Result(await runs())]
+
+    async def main(pool: WorkerPool) -> None:
+        task = Task("a", "s", {})
+        async with line.one():
+            running = asyncio.ensure_future(pool.judge(task, [], name="a") if of_group else pool.run(task, Session("a")))
+            async with asyncio.timeout(5):
+                while pool.excused("a") < 0.3:
+                    await asyncio.sleep(0.01)
+        await running
+
+    monkeypatch.setattr(processors.os, "sched_getaffinity", lambda _: {0})
+    line = processors.Processors()
+    host = LocalAgents(runs, client_for=lambda session: None, plain_client_for=lambda session: None)  # type: ignore[arg-type,return-value]
+    monkeypatch.setattr(host, "judge", judges)
+    with_worker(main, host=host)
 
 
 class ScoresGroups(LocalAgents):

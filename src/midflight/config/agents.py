@@ -73,7 +73,9 @@ class SandboxSection(Section):
     its own.
     """
     seconds: Seconds = 10.0
-    """Time after which a program is ended."""
+    """Time from its start after which a program is ended. On this machine it starts when a
+    processor is free for it: a process runs as many programs at once as it may use processors.
+    """
     start_seconds: Seconds = 300.0
     """Time for a box elsewhere to start, with its image pulled."""
     memory_mb: Positive = 512
@@ -83,7 +85,9 @@ class SandboxSection(Section):
     processes: Positive = 32
     """Processes and threads at once."""
     network: bool = False
-    """Whether it reaches the network of the machine on which it runs."""
+    """Whether it reaches the network of the machine on which it runs. Then no program waits for a
+    processor, because programs may wait for each other, or for the model.
+    """
 
 
 class UntrackedSection(Section):

@@ -87,8 +87,8 @@ class EnvironmentSection(Section):
     min_p: Fraction = 0.0
     """Sample from tokens at least this likely, relative to the likeliest."""
     rollout_seconds: Patience = 60.0
-    """Time that the agent of one rollout may take by itself, without requests and tools within
-    their own limits. Scoring a group has as much.
+    """Time that the agent of one rollout may take by itself, without requests, tools within their
+    own limits, and programs that wait for a processor. Scoring a group has as much.
     """
     max_rollout_seconds: Patience | None = None
     """Time that a whole rollout may take, its requests included. Default: four times what the work

@@ -14,6 +14,7 @@ import msgspec
 
 from midflight.config.environment import EnvironmentSection
 from midflight.environments.mcp_servers import McpServers
+from midflight.environments.processor_waits import current_waits
 from midflight.environments.result_checks import UnscoredRollout, checked_result
 from midflight.environments.reward_functions import Dialogue, Rewards
 from midflight.environments.stateful import Episode, StatefulClass
@@ -153,7 +154,7 @@ class BuiltInLoop:
     @contextmanager
     def _tools(self, session: SessionHandle, limit: float) -> Generator[None]:
         """Counts the time within as time in tools, `limit` seconds at most."""
-        spent = self._in_tools.setdefault(session.session_id, ToolTime())
+        spent = self._in_tools.setdefault(session.session_id, ToolTime(current_waits().seconds))
         spent.begin(limit)
         self.on_tools(session.session_id, limit)
         try:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from midflight.allowance import Allowance, Expired
+from midflight.environments.processor_waits import ProcessorWaits
 from midflight.environments.result_checks import UnscoredRollout, checked_result
 from midflight.errors import EnvironmentFailed, RolloutTimeout
 from midflight.types import GroupKey, Result, RolloutKey, Task
@@ -58,7 +59,7 @@ class GroupScorer:
 
     def __init__(self, host: ScoresGroups, *, seconds: float) -> None:
         """`seconds` is the time that scoring a group may take: the functions themselves, without a
-        wait for a place to run.
+        wait for a place to run or of their programs for a processor.
         """
         self._host = host
         self._seconds = seconds
@@ -111,12 +112,15 @@ class GroupScorer:
         )
         name = f"scored-group-{next(self._numbers)}"
         attempts = [place.attempt for place in places]
-        allowance = Allowance(
-            self._seconds, excused=lambda: self._host.excused(name) + self._host.tool_seconds(name)
-        )
+        waits = ProcessorWaits()
+
+        def excused() -> float:
+            return self._host.excused(name) + self._host.tool_seconds(name) + waits.seconds()
+
         try:
-            async with allowance:
-                results = await self._host.judge(task, attempts, name=name)
+            with waits.counting():
+                async with Allowance(self._seconds, excused=excused):
+                    results = await self._host.judge(task, attempts, name=name)
             for place, result in zip(places, results, strict=True):
                 place.result.set_result(checked_result(result, task=task))
         except Expired:

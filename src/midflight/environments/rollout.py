@@ -12,6 +12,7 @@ from midflight.allowance import Allowance, Expired
 from midflight.config.bounds import RolloutBound
 from midflight.environments.agents import AgentHost, without_secrets
 from midflight.environments.group_scoring import GroupScorer
+from midflight.environments.processor_waits import ProcessorWaits
 from midflight.environments.result_checks import (
     UNSCORED,
     UnscoredRollout,
@@ -207,23 +208,26 @@ class RolloutRunner:
         """Runs the agent on its own copy of the task, in no group. So the agent's changes to its
         task affect only itself, and nothing waits for ever for its end.
         """
-        spent = self._time(session.session_id)
+        waits = ProcessorWaits()
+        spent = self._time(session.session_id, waits)
         allowance = Allowance(self._rollout_seconds, left=spent.left)
         spent.on_change = allowance.look
         self.times[session.session_id] = spent
         try:
-            return await self._within(task, session, allowance, spent)
+            with waits.counting():
+                return await self._within(task, session, allowance, spent)
         finally:
             del self.times[session.session_id]
             spent.close()
 
-    def _time(self, session_id: str) -> RolloutTime:
+    def _time(self, session_id: str, waits: ProcessorWaits) -> RolloutTime:
         return RolloutTime(
             session_id,
             own_seconds=self._rollout_seconds,
             bound=self._bound,
             watch=self._sessions.request_watch(session_id),
             host=self._agents,
+            waited=waits.seconds,
             delayed=self._delayed_seconds,
             outage=self._outage_seconds,
         )

@@ -2,8 +2,10 @@
 is synchronous.
 
     own    = seconds with no request under way, less what its host excuses:
-             no place to run, a busy machine, tools within their limits
-    whole  = all seconds, less those without a place to run
+             no place to run, a busy machine, programs that wait for a processor,
+             tools within their limits
+    whole  = all seconds, less those without a place to run,
+             those in which programs wait for a processor,
              and those in which no engine took requests
 
 A rollout is late when `own` has reached `rollout_seconds`, or when `whole` has reached the last
@@ -43,17 +45,20 @@ class RolloutTime:
         bound: Callable[[], RolloutBound],
         watch: RequestWatch,
         host: HostOfAgents,
+        waited: Callable[[], float],
         delayed: Callable[[], float],
         outage: Callable[[], float],
     ) -> None:
-        """`delayed` gives the seconds so far in which this process had no processor, if the agent
-        runs here. `outage` gives those in which no engine took requests.
+        """`waited` gives the seconds so far in which the rollout's programs waited for a processor,
+        if the agent runs in this process. `delayed` gives those in which this process had no
+        processor, if the agent runs here. `outage` gives those in which no engine took requests.
         """
         self._session_id = session_id
         self._own_seconds = own_seconds
         self._bound = bound
         self._watch = watch
         self._host = host
+        self._programs_waited = waited
         self._delayed = delayed
         self._outage = outage
         self._loop = asyncio.get_running_loop()
@@ -81,7 +86,8 @@ class RolloutTime:
 
     @property
     def whole(self) -> float:
-        excused = self._host.excused(self._session_id) + self._outage() - self._outage_before
+        outage = self._outage() - self._outage_before
+        excused = self._host.excused(self._session_id) + self._programs_waited() + outage
         return max(0.0, self._loop.time() - self.began - excused)
 
     def left(self) -> float:
@@ -154,6 +160,7 @@ class RolloutTime:
     def _now_excused(self) -> float:
         return (
             self._host.excused(self._session_id)
+            + self._programs_waited()
             + self._host.tool_seconds(self._session_id)
             + self._delayed()
         )

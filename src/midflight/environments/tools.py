@@ -22,8 +22,10 @@ from pydantic import (
 )
 from typing_extensions import TypedDict
 
+from midflight.allowance import Allowance, Expired
 from midflight.entries import load_entry
 from midflight.environments.agents import in_thread
+from midflight.environments.processor_waits import current_waits
 from midflight.environments.reward_functions import gather_or_cancel, place_of
 from midflight.errors import ConfigError, EnvironmentFailed, nearest
 from midflight.types import Json
@@ -281,8 +283,9 @@ class Toolbox:
         slots: asyncio.Semaphore,
         one_by_one: bool,
     ) -> None:
-        """`seconds` bound each call, without its wait for a slot. With `one_by_one` the calls of
-        one answer run in their order, because they share a state.
+        """`seconds` bound each call, without its wait for a slot and the rollout's waits for a
+        processor. With `one_by_one` the calls of one answer run in their order, because they share
+        a state.
         """
         self._tools = {tool.name: tool for tool in tools}
         self._seconds = seconds
@@ -354,15 +357,14 @@ class Toolbox:
             raise ToolMissed(f"the arguments of {tool.name} are no JSON: {error}") from None
         if not isinstance(arguments, dict):
             raise ToolMissed(f"the arguments of {tool.name} are {written:.80}, expected an object")
-        deadline = asyncio.timeout(self._seconds)
         try:
-            async with deadline:
+            async with Allowance(self._seconds, excused=current_waits().seconds):
                 return as_text(await tool.call(cast("dict[str, Json]", arguments)))
         except (ToolMissed, EnvironmentFailed, asyncio.CancelledError):
             raise
+        except Expired:
+            raise ToolMissed(f"{tool.name} gave no answer within {self._seconds:g} s") from None
         except TimeoutError as error:
-            if deadline.expired():
-                raise ToolMissed(f"{tool.name} gave no answer within {self._seconds:g} s") from None
             raise ToolMissed(f"TimeoutError: {error}") from None
         except Exception as error:
             raise ToolMissed(f"{type(error).__name__}: {error}") from None

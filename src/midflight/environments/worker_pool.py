@@ -43,6 +43,7 @@ from midflight.environments.tool_time import ToolTime
 from midflight.errors import AgentFailed, AgentLost, EnvironmentFailed
 from midflight.lateness import Lateness, delay_of
 from midflight.ports import SessionHandle
+from midflight.stopwatch import Stopwatch
 from midflight.types import Result, Task
 
 BEAT_SECONDS = 1.0
@@ -92,13 +93,23 @@ class Assignment:
     alone: bool = False
     worker: PoolWorker | None = None
     excused: float = 0.0
-    tools: ToolTime = field(default_factory=lambda: ToolTime())
+    waits: Stopwatch = field(default_factory=Stopwatch)
+    """Runs while programs of the rollout wait for a processor."""
+    tools: ToolTime = field(init=False)
     num_lost: int = 0
     """The number of workers that died while they ran it, and may have died because of it."""
     attempts: str | None = None
     """The attempts of a group that has ended and is to be scored, as JSON. Then there is no agent,
     and `session` is only a name.
     """
+
+    def __post_init__(self) -> None:
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forgets the waits and the tools of an agent that is lost."""
+        self.waits = Stopwatch()
+        self.tools = ToolTime(self.waits.seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +247,7 @@ class WorkerPool:
                         job.session = self._recorder.reopen(session_id)
                     job.ended = loop.create_future()
                     job.excused = loop.time() - job.began
-                    job.tools = ToolTime()
+                    job.begin_anew()
         finally:
             self._withdraw(job)
 
@@ -250,16 +261,18 @@ class WorkerPool:
 
     def excused(self, session_id: str) -> float:
         """See the port `AgentHost`. This is the time in line, in a worker that another agent blocks
-        or that has no processor, and with workers that were lost.
+        or that has no processor, and with workers that were lost. It is also the time in which
+        programs of the rollout wait for a processor.
         """
         job = self._jobs.get(session_id)
         if job is None:
             return 0.0
         if job.worker is None:
             return job.excused + self._now() - job.since
-        if job.worker.culprit == session_id:
-            return job.excused
-        return job.excused + self._silence(job.worker)
+        excused = job.excused + job.waits.seconds()
+        if job.worker.culprit == session_id or job.waits.is_running:
+            return excused
+        return excused + self._silence(job.worker)
 
     def placement(self, session_id: str) -> RolloutPlacement:
         """The place of a rollout. One that is in line waits for a worker that has not joined or
@@ -301,7 +314,7 @@ class WorkerPool:
         silence = self._silence(worker)
         late = max(0.0, self._now() - worker.heard - BEAT_SECONDS)
         for session_id, job in worker.jobs.items():
-            if session_id != worker.culprit:
+            if session_id != worker.culprit and not job.waits.is_running:
                 job.excused += silence or late
         worker.words.came(self._now(), counts=worker.culprit is None)
         worker.heard = self._now()
@@ -318,6 +331,9 @@ class WorkerPool:
             return
         if session_id in worker.jobs or session_id in worker.left:
             worker.culprit = session_id
+        job = worker.jobs.get(session_id or "")
+        if job is not None:
+            job.waits.stop()  # the message that a wait is over cannot come
         worker.where = where
         if seconds >= self._bound() and session_id is not None:
             self._all_alone(
@@ -344,6 +360,18 @@ class WorkerPool:
             job.tools.end()
         else:
             job.tools.begin(limit)
+
+    def wait_for_processor(self, worker: PoolWorker, session_id: str, *, waits: bool) -> None:
+        """Notes that programs of the worker's agent wait for a processor, or that none waits any
+        more.
+        """
+        job = worker.jobs.get(session_id)
+        if job is None:
+            return
+        if waits:
+            job.waits.start()
+        else:
+            job.waits.stop()
 
     def ended(
         self,

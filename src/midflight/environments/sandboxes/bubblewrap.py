@@ -34,6 +34,7 @@ from midflight.environments.sandboxes.port import (
     checked,
     packed,
 )
+from midflight.environments.sandboxes.processors import processor_for
 from midflight.environments.sandboxes.seccomp import call_filter
 from midflight.errors import SandboxLost, SandboxUnavailable
 
@@ -121,7 +122,7 @@ class Bubblewrap:
         if not self._limits.network:
             kinds.append("net")
         with _in_memory(call_filter()) as calls:
-            words = self._words(calls)
+            words = self._words(calls, min(os.sched_getaffinity(0)))
             words += [*PYTHON[:-1], "-c", PROBE]
             words += [str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in kinds]
             try:
@@ -166,15 +167,28 @@ class Bubblewrap:
         folders: Sequence[str] = (),
         passed: Sequence[BinaryIO] = (),
     ) -> ProgramResult:
-        """Waits for the end of a program, which finds the files at their paths, writes to the
-        folders too, and gets further files open. It ends as `LimitedProcess` does.
+        """Waits for a processor, and then for the end of a program, which finds the files at their
+        paths, writes to the folders too, and gets further files open. It ends as `LimitedProcess`
+        does.
         """
+        async with processor_for(network=self._limits.network) as processor:
+            return await self._ended_on(processor, command, stdin, files, folders, passed)
+
+    async def _ended_on(
+        self,
+        processor: int,
+        command: Sequence[str],
+        stdin: str,
+        files: Sequence[tuple[str, BinaryIO]],
+        folders: Sequence[str],
+        passed: Sequence[BinaryIO],
+    ) -> ProgramResult:
         limits = self._limits
         room = limits.disk_mb * (1 + len(folders))
         group = _new_group((limits.memory_mb + room) * 2**20, limits.processes + OUR_PROCESSES)
         try:
             with _in_memory(call_filter()) as calls:
-                words = self._words(calls, files=files, folders=folders)
+                words = self._words(calls, processor, files=files, folders=folders)
                 words += command
                 opened = [calls, *passed]
                 opened += [file for _, file in files]
@@ -206,15 +220,14 @@ class Bubblewrap:
     def _words(
         self,
         calls: BinaryIO,
+        processor: int,
         *,
         files: Sequence[tuple[str, BinaryIO]] = (),
         folders: Sequence[str] = (),
     ) -> list[str]:
         """Everything before the program's own words. `calls` is the filter of system calls."""
         is_root = os.geteuid() == 0
-        processors = sorted(os.sched_getaffinity(0))
-        taken = processors[next(_programs) % len(processors)]
-        words = [self._taskset, "-c", str(taken), self._program or "bwrap"]
+        words = [self._taskset, "-c", str(processor), self._program or "bwrap"]
         words += ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
         words += ["--hostname", "sandbox"]
         if is_root:

@@ -14,6 +14,7 @@ from pathlib import Path
 from midflight.config.agents import SandboxSection
 from midflight.environments.sandboxes.memory import resident
 from midflight.environments.sandboxes.port import PYTHON, LimitedProcess, ProgramResult, checked
+from midflight.environments.sandboxes.processors import processor_for
 
 
 class Trusted:
@@ -33,6 +34,12 @@ class Trusted:
     async def run(
         self, command: Sequence[str], *, files: Mapping[str, str | bytes] = {}, stdin: str = ""
     ) -> ProgramResult:
+        async with processor_for(network=self._limits.network):
+            return await self._ended(command, checked(files), stdin)
+
+    async def _ended(
+        self, command: Sequence[str], files: Mapping[str, bytes], stdin: str
+    ) -> ProgramResult:
         most = self._limits.memory_mb * 2**20
         words = [
             "prlimit",
@@ -43,7 +50,7 @@ class Trusted:
             "--",
         ]
         with tempfile.TemporaryDirectory(prefix="midflight-") as folder:
-            for name, data in checked(files).items():
+            for name, data in files.items():
                 path = Path(folder) / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(data)

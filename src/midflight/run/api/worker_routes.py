@@ -84,6 +84,9 @@ class WorkerRoutes:
             case wire.ToolsRun(session_id, limit):
                 self._pool.hear(worker)
                 self._pool.in_tools(worker, session_id, limit)
+            case wire.ProgramsWait(session_id, waits):
+                self._pool.hear(worker)
+                self._pool.wait_for_processor(worker, session_id, waits=waits)
             case _:
                 self._pool.hear(worker)
         return worker

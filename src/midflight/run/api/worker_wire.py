@@ -56,6 +56,15 @@ class ToolsRun(msgspec.Struct, tag="tools", frozen=True):
     limit: float | None
 
 
+class ProgramsWait(msgspec.Struct, tag="programs", frozen=True):
+    """Programs that the agent or its rewards have started wait for a processor, or none of them
+    waits any more.
+    """
+
+    session_id: str
+    waits: bool
+
+
 class AgentEnded(msgspec.Struct, tag="ended", frozen=True):
     """An agent has ended, with a result, which is checked, or with an error, as its class and
     message.
@@ -131,7 +140,9 @@ class WorkerSpared(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 encode = msgspec.json.Encoder().encode
 decode_for_worker = msgspec.json.Decoder(RunAgent | CancelAgent).decode
-decode_from_worker = msgspec.json.Decoder(Joined | LoopTurned | ToolsRun | AgentEnded).decode
+decode_from_worker = msgspec.json.Decoder(
+    Joined | LoopTurned | ToolsRun | ProgramsWait | AgentEnded
+).decode
 
 
 def _heard(said: dict[str, Any]) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from midflight.config.environment import EnvironmentSection
 from midflight.environments.agent_program import AgentProgram
 from midflight.environments.agents import AgentHost, SharedClients
 from midflight.environments.built_in_loop import BuiltInLoop
+from midflight.environments.processor_waits import ProcessorWaits
 from midflight.environments.result_checks import UnscoredRollout, checked_result, result_of
 from midflight.environments.worker_pool import BEAT_SECONDS
 from midflight.errors import Cost, MidflightError
@@ -140,7 +141,7 @@ class Worker:
         if isinstance(host, BuiltInLoop):
             host.on_tools = self._tools_run
         self._outbox: asyncio.Queue[
-            wire.Joined | wire.LoopTurned | wire.ToolsRun | wire.AgentEnded
+            wire.Joined | wire.LoopTurned | wire.ToolsRun | wire.ProgramsWait | wire.AgentEnded
         ] = asyncio.Queue()
 
     def situation(self) -> LoopReport:
@@ -198,6 +199,9 @@ class Worker:
     def _tools_run(self, session_id: str, limit: float | None) -> None:
         self._outbox.put_nowait(wire.ToolsRun(session_id, limit))
 
+    def _programs_wait(self, session_id: str, waits: bool) -> None:
+        self._outbox.put_nowait(wire.ProgramsWait(session_id, waits))
+
     async def _judged(self, given: wire.RunAgent, task: Task) -> wire.AgentEnded:
         """Waits for the functions that score a group."""
         attempts = [UnscoredRollout(**each) for each in json.loads(given.attempts or "[]")]
@@ -209,14 +213,16 @@ class Worker:
         """Waits for one agent. An exception of the agent ends that agent alone."""
         task = Task(given.task_id, given.source, json.loads(given.data))
         session = WorkerSession(given.session_id, given.base_url, given.api_key)
+        waits = ProcessorWaits(partial(self._programs_wait, given.session_id))
         ended = wire.AgentEnded(given.session_id, error="the agent was cancelled")
         try:
-            if given.attempts is None:
-                returned = await self._host.run(task, session)
-                result = await result_of(returned, task=task)
-                ended = wire.ended_with(given.session_id, result)
-            else:
-                ended = await self._judged(given, task)
+            with waits.counting():
+                if given.attempts is None:
+                    returned = await self._host.run(task, session)
+                    result = await result_of(returned, task=task)
+                    ended = wire.ended_with(given.session_id, result)
+                else:
+                    ended = await self._judged(given, task)
         except asyncio.CancelledError as error:
             current = asyncio.current_task()
             if current is not None:
