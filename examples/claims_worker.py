@@ -1,7 +1,8 @@
-"""A worker outside: it claims rollouts of a run, asks the model under the address that it is given,
+r"""A worker outside: it claims rollouts of a run, asks the model under the address that it is given,
 and posts the reward.
 
-midflight train configs/demo.toml --set environment.entry=midflight.environments.claimed:claimed
+midflight train configs/demo.toml --set environment.entry=midflight.environments.claimed:claimed \
+    --set run.steps=5
 python examples/claims_worker.py runs/demo/endpoint.json
 """
 
