@@ -227,8 +227,9 @@ def _trainer_memory(
 def _activations_memory(
     config: Config, sizes: ModelSizes, longest_prompt: int | None
 ) -> Iterator[MemoryItem]:
-    """Activations, and the copies that a checkpoint is written from. Where no step is made while a
-    checkpoint is written, only the larger of the two is taken.
+    """Activations, and the copies that a checkpoint is written from. These come beside the memory of
+    activations, whether or not a step is under way: malloc gives little of that back, and a
+    checkpoint's thread does not find it (measured).
 
     Rollouts of a group whose rewards are alike have no advantage, hence no backward pass. The least
     is a step of one group whose rewards differ, with answers of one token.
@@ -244,13 +245,9 @@ def _activations_memory(
     has_critic = config.objective.advantage == "gae"
     copies = 3 * trained_parameters(config, sizes) * element_bytes(config.model.dtype)
     copies *= 1 + has_critic
-    beside_steps = 0 < trainer.checkpoint_every < config.run.steps
-    if not beside_steps:
-        sure_bytes = min(activations, max(sure_bytes, copies))
-        copies = max(0, copies - activations)
     yield MemoryItem(
         "trainer",
-        "a checkpoint on its way to the disk, beside the steps after it",
+        "a checkpoint on its way to the disk",
         copies,
         model_options(config),
     )
