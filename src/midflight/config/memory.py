@@ -227,9 +227,9 @@ def _trainer_memory(
 def _activations_memory(
     config: Config, sizes: ModelSizes, longest_prompt: int | None
 ) -> Iterator[MemoryItem]:
-    """Activations, and the copies that a checkpoint is written from. These come beside the memory of
-    activations, whether or not a step is under way: malloc gives little of that back, and a
-    checkpoint's thread does not find it (measured).
+    """Activations, and the copies that a checkpoint is written from. Both count, also where no step
+    is under way meanwhile: a trainer on a CPU grows by the copies at its first checkpoint, because
+    malloc keeps the memory of the activations before it (measured).
 
     Rollouts of a group whose rewards are alike have no advantage, hence no backward pass. The least
     is a step of one group whose rewards differ, with answers of one token.
