@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
 import tracemalloc
 from collections.abc import Callable
 
@@ -22,6 +24,8 @@ from midflight.types.facts import record_nothing
 SESSIONS = 10_000
 WEIGHED = 1_000
 """Of them: what notes every allocation takes three times as long."""
+PORTION = 250
+"""They are weighed in portions. What else the process allocates once, half a megabyte on a busy machine, falls into one of them."""
 PROMPT, ANSWER = 100, 100
 
 
@@ -44,8 +48,7 @@ def test_ten_thousand_sessions_keep_their_tokens_in_little_memory_and_the_next_i
             generator, scripted_tokenizer(), record_nothing, model="policy", limits=EngineLimits(4096, 262), max_sessions=SESSIONS
         )
         tracemalloc.start()
-        before = 0
-        after = 0
+        weights: list[int] = []
         handles = []
         for number in range(SESSIONS):
             handle = gateway.open(RolloutKey(GroupKey(0, number), 0), sampling=SamplingParams(max_tokens=ANSWER), tracked=True)
@@ -53,12 +56,13 @@ def test_ten_thousand_sessions_keep_their_tokens_in_little_memory_and_the_next_i
             question = f"{number:06}" + "q" * (PROMPT - 9)
             await gateway.answers(gateway.prepare(session, CompletionCall((Messages(({"role": "user", "content": question},)),))))
             handles.append(handle)
-            if len(handles) == 1:  # what the first one fills for all is no session's
-                before = tracemalloc.get_traced_memory()[0]
-            if len(handles) == WEIGHED + 1:
-                after, _ = tracemalloc.get_traced_memory()
+            done = len(handles) - 1  # what the first one fills for all is no session's
+            if done <= WEIGHED and done % PORTION == 0:
+                weights.append(tracemalloc.get_traced_memory()[0])
+            if done == WEIGHED:
                 tracemalloc.stop()
-        assert (after - before) / WEIGHED < 8_000, "a session of 200 tokens: its tokens, its tree, its address"
+        of_portions = [after - before for before, after in itertools.pairwise(weights)]
+        assert statistics.median(of_portions) / PORTION < 8_000, "a session of 200 tokens: its tokens, its tree, its address"
         with pytest.raises(Overloaded, match="10000 are open") as refused:
             gateway.open(RolloutKey(GroupKey(0, SESSIONS), 0), sampling=DEFAULTS, tracked=True)
         assert refused.value.status == 429 and refused.value.retry_after_seconds >= 1
