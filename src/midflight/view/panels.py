@@ -1,7 +1,7 @@
 """The charts of a run's page, made from journals: one run in detail, or several over each other."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import Any, TypeAlias
@@ -19,6 +19,8 @@ Points: TypeAlias = "list[tuple[float, float]]"
 
 MAX_POINTS = 400
 """Points of a line: more than a chart has columns. For longer runs each point is a mean."""
+BESIDE = (", least", ", most", ", held out")
+"""The ends of the names of series that belong to a line, and have its colour."""
 SEEDS_ASIDE = ("run.seed", "run.name")
 """The options in which runs of one experiment may differ."""
 
@@ -117,12 +119,17 @@ class Chart:
         if not self.series:
             return None
         drawn = dict.fromkeys(series["name"] for series in self.series)
-        names = [name for name in drawn if not name.endswith((", least", ", most"))]
+        names = [name for name in drawn if not _belongs_to_another(name, drawn)]
         options: dict[str, Any] = axes(x="step", **more) | {"series": self.series}
         options["legend"] = {**options["legend"], "data": names, "show": len(names) > 1}
         if len(names) == 1:
             options["grid"] = {**options["grid"], "top": 10}
         return Panel(title, options, note)
+
+
+def _belongs_to_another(name: str, drawn: Container[str]) -> bool:
+    """True if a legend does not need this series, because it names the line it belongs to."""
+    return any(name.endswith(end) and name.removesuffix(end) in drawn for end in BESIDE)
 
 
 def thinned(points: Points) -> Points:
@@ -225,7 +232,8 @@ def _reward(past: JournalHistory) -> Panel | None:
         lines.marks(f"{source}, held out", scores.get(source, []), color=color)
     return lines.panel(
         "Reward by source",
-        note=f"Mean of {MOVING_STEPS} steps, each step faintly; diamonds are held-out tasks.",
+        note=f"Lines are means of {MOVING_STEPS} steps, here and below; each step is faint. "
+        "Diamonds are held-out tasks.",
     )
 
 
@@ -432,7 +440,7 @@ def readable(value: float) -> str:
 def _several(title: str, of: Mapping[str, Points], *, note: str = "") -> Panel | None:
     lines = Chart()
     for at, (name, points) in enumerate(of.items()):
-        lines.line(name, points, color=COLORS[at % len(COLORS)], dash=DASHES[at % 3])
+        lines.smooth(name, points, color=COLORS[at % len(COLORS)], dash=DASHES[at % 3])
     last = ", ".join(f"{name} {readable(points[-1][1])}" for name, points in of.items() if points)
     return lines.panel(title, note=f"Last: {last}. {note}".strip() if last else note)
 

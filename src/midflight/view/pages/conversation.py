@@ -25,10 +25,10 @@ from midflight.archive.conversation import (
 )
 from midflight.archive.messages import RecordedMessage
 from midflight.errors import MidflightError
-from midflight.observe.readable import number
+from midflight.observe.readable import UNKNOWN, number
 from midflight.types import GroupKey, RolloutKey
 from midflight.view.charting import COLORS, channels, version_color
-from midflight.view.pages.groups import conversation_link, kind_of
+from midflight.view.pages.groups import kind_of, reward_bounds, reward_cells
 from midflight.view.visit import PageRequest
 from midflight.view.widgets import facts, panel, section, two_columns
 
@@ -105,8 +105,14 @@ def _show(visit: PageRequest, seen: ConversationView, tint: str) -> None:
                 ("group's mean", number(seen.group.mean)),
                 ("advantage", _advantage(seen)),
                 ("fate", seen.group.fate),
+                ("took", f"{rollout.seconds:.1f} s" if rollout else "goes on"),
+                ("sampled by", _versions(seen)),
             ]
         )
+        bounds = reward_bounds([seen.group])
+        cells = reward_cells(visit, seen.group.rollouts, bounds, here=seen.key)
+        strip = f'<span class="note">rollouts of this task in the group</span>{cells}'
+        ui.html(strip, sanitize=False).classes("strip")
     if rollout is not None and rollout.reward is None:
         why = rollout.error or "its environment gave none, without an error"
         trouble = ui.label(f"It has no reward: {why}").classes("trouble")
@@ -156,6 +162,18 @@ def _advantage(seen: ConversationView) -> str:
     return number(least) if least == most else f"{number(least)} to {number(most)}"
 
 
+def _versions(seen: ConversationView) -> str:
+    """The versions whose weights sampled its tokens."""
+    found = set[int]()
+    for branch in seen.branches:
+        found.update(branch.row.versions[branch.row.generated].tolist())
+    if not found:
+        return UNKNOWN
+    if len(found) == 1:
+        return f"version {min(found)}"
+    return f"versions {min(found)} to {max(found)}"
+
+
 def _links(visit: PageRequest, seen: ConversationView) -> str:
     task = seen.group.task
     kind = visit.query.get("kind")
@@ -169,10 +187,6 @@ def _links(visit: PageRequest, seen: ConversationView) -> str:
     if failure is not None:
         alike = visit.link("groups", failure=failure, kind=kind)
         links.append((f"all that failed with {failure}", alike))
-    for rollout in seen.group.rollouts:
-        if rollout.key != seen.key:
-            text = f"sample {rollout.key.sample}: {rollout.failure or number(rollout.reward)}"
-            links.append((text, conversation_link(visit, rollout.key)))
     made = "".join(f'<a href="{escape(to)}">{escape(text)}</a>' for text, to in links)
     return f'<nav class="colours" aria-label="Related">{made}</nav>'
 

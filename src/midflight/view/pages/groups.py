@@ -3,7 +3,7 @@ its conversation.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from urllib.parse import urlencode
 
@@ -297,9 +297,9 @@ def _pager(visit: PageRequest, page: GroupPage, first: int) -> str:
 # --- The table ------------------------------------------------------------------------------------
 
 
-def _bounds(page: GroupPage) -> tuple[float, float]:
+def reward_bounds(groups: Iterable[GroupView]) -> tuple[float, float]:
     """The rewards that are drawn lightest and darkest: 0 and 1, unless some lie beyond."""
-    rewards = [reward for group in page.groups for reward in group.rewards]
+    rewards = [reward for group in groups for reward in group.rewards]
     return min([0.0, *rewards]), max([1.0, *rewards])
 
 
@@ -310,7 +310,7 @@ def _place(value: float, bounds: tuple[float, float]) -> float:
 
 
 def _legend(page: GroupPage) -> str:
-    low, high = _bounds(page)
+    low, high = reward_bounds(page.groups)
     return (
         f'<span class="fine scale">reward {low:g} <i></i> {high:g}</span>'
         '<span class="fine">✕ no reward</span>'
@@ -329,7 +329,7 @@ def _table(visit: PageRequest, page: GroupPage) -> str:
     by = counted_by(visit)
     columns = ("task", "rewards of its rollouts", "mean and spread", f"passed, by {by}", "fate")
     head = "".join(f'<th scope="col">{column}</th>' for column in columns)
-    bounds = _bounds(page)
+    bounds = reward_bounds(page.groups)
     rows = "".join(_row(visit, group, steps, bounds) for group in page.groups)
     begin = '<table class="plain groups" aria-label="groups" data-test="groups">'
     return f"{begin}<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
@@ -339,10 +339,9 @@ def _row(
     visit: PageRequest, group: GroupView, steps: Mapping[int, int], bounds: tuple[float, float]
 ) -> str:
     key = group.key
-    rollouts = "".join(_rollout(visit, rollout, bounds) for rollout in group.rollouts)
     cells = {
         "task": _task(visit, group),
-        "rewards": f'<div class="cells">{rollouts or "none has ended"}</div>{_errors(group)}',
+        "rewards": reward_cells(visit, group.rollouts, bounds) + _errors(group),
         "mean": _range(group, bounds),
         "passed": _passed(group, counted_by(visit)),
         "fate": _fate(visit, group, steps),
@@ -416,7 +415,25 @@ def _whole_question(data: Mapping[str, Json]) -> str:
     return ""
 
 
-def _rollout(visit: PageRequest, rollout: RolloutBrief, bounds: tuple[float, float]) -> str:
+def reward_cells(
+    visit: PageRequest,
+    rollouts: Sequence[RolloutBrief],
+    bounds: tuple[float, float],
+    *,
+    here: RolloutKey | None = None,
+) -> str:
+    """A strip of the rollouts of a group, each of which leads to its conversation. `here` is the
+    one that the page shows already.
+    """
+    cells = "".join(
+        _rollout(visit, rollout, bounds, is_here=rollout.key == here) for rollout in rollouts
+    )
+    return f'<div class="cells">{cells or "none has ended"}</div>'
+
+
+def _rollout(
+    visit: PageRequest, rollout: RolloutBrief, bounds: tuple[float, float], *, is_here: bool
+) -> str:
     """A cell whose colour is the reward. Its number is shown on hover, and read to those who do not
     see it.
     """
@@ -431,8 +448,9 @@ def _rollout(visit: PageRequest, rollout: RolloutBrief, bounds: tuple[float, flo
     link = escape(conversation_link(visit, rollout.key))
     tip = escape(f"sample {rollout.key.sample}: {_told(rollout)}")
     mark = "" if rollout.failure is None else "✕"
+    current = ' aria-current="page"' if is_here else ""
     return (
-        f'<a class="{" ".join(classes)}"{style} href="{link}" data-tip="{tip}" '
+        f'<a class="{" ".join(classes)}"{style}{current} href="{link}" data-tip="{tip}" '
         f'aria-label="{tip}" data-test="rollout {rollout.key}">{mark}</a>'
     )
 
