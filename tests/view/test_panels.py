@@ -52,8 +52,6 @@ def test_a_noisy_line_is_drawn_as_its_moving_mean_over_the_steps_themselves() ->
 
 def test_a_legend_names_the_held_out_scores_of_a_source_only_where_it_has_no_line() -> None:
     trained = structs.replace(step(1), reward_by_source={"sums": 0.1, "words": 0.2})
-    scores = [
-        EvaluationLine(version=0, step=0, seconds=0.0, source=source, mean_reward=0.5, num_tasks=1) for source in ("sums", "rare")
-    ]
+    scores = [EvaluationLine(version=0, step=0, seconds=0.0, source=source, mean_reward=0.5, num_tasks=1) for source in ("sums", "rare")]
     found = of_run(JournalHistory.of([trained, *scores]))[0]
     assert found.title == "Reward by source" and found.options["legend"]["data"] == ["sums", "words", "rare, held out"]

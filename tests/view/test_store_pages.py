@@ -121,9 +121,21 @@ def test_the_groups_of_a_step_show_when_their_rollouts_were_made_and_lead_to_the
     expect(bars).to_have_count(4)
     bars.nth(1).click(force=True)
     tab.wait_for_url("**/conversation?epoch=0&position=0&attempt=0&sample=0")
+    expect(tab.locator('[data-test="chart turns"] .point')).to_have_count(4)
     tab.goto(f"{address}/run/good/groups")
     expect(tab.locator('[data-test="groups"]')).to_be_visible()
     assert not tab.locator('[data-test="chart rollouts"]').count()
+
+
+def test_a_conversation_stands_among_the_rollouts_of_its_group(tab: Page, address: str) -> None:
+    tab.goto(f"{address}/run/good/conversation?epoch=0&position=0&attempt=0&sample=0")
+    cells = tab.locator(".cells a")
+    expect(cells).to_have_count(2)
+    assert cells.nth(0).get_attribute("aria-current") == "page" and cells.nth(1).get_attribute("aria-current") is None
+    assert named(tab, "sampled by") == "version 0" and named(tab, "took").endswith(" s")
+    cells.nth(1).click()
+    tab.wait_for_url("**/conversation?epoch=0&position=0&attempt=0&sample=1")
+    expect(tab.locator(".cells a").nth(1)).to_have_attribute("aria-current", "page")
 
 
 def test_groups_that_a_run_left_under_way_are_counted_and_shown_when_they_are_asked_for(tab: Page, address: str) -> None:

@@ -1,14 +1,33 @@
 """When rollouts were made: a track for each of them, with its turns, and what lay between."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 
+from midflight.archive.runs import ArchivedRun
+from midflight.archive.times import Times, part_from
 from midflight.observe.timeline import RolloutTimed
-from midflight.types import TurnTimes
+from midflight.types import GroupKey, TurnTimes
 from midflight.view.bars import WAITING, Bar
 from midflight.view.charting import version_color
 
 FIRST_TOKEN = "rgba(140,150,161,0.35)"
+
+
+def rollouts_of_step(
+    run: ArchivedRun, step: int, groups: Collection[GroupKey]
+) -> list[RolloutTimed]:
+    """The times of the rollouts of these groups, which the step was made on. What a step trains on
+    was begun in the time of the versions that it may be old.
+    """
+    oldest = int(run.config().get("rollout", {}).get("max_staleness", 0))
+    since = 0.0
+    for line in run.readings.past.steps:
+        if line.step == step - oldest - 1:
+            since = line.seconds - line.step_seconds
+    times = Times(run.folder, part_from(run.folder, since))
+    times.refresh()
+    keys = {(group.epoch, group.index, group.attempt) for group in groups}
+    return [rollout for rollout in times.rollouts if rollout.key[:3] in keys]
 
 
 def rollout_tracks(

@@ -26,9 +26,12 @@ from midflight.archive.conversation import (
 from midflight.archive.messages import RecordedMessage
 from midflight.errors import MidflightError
 from midflight.observe.readable import UNKNOWN, number
+from midflight.observe.timeline import RolloutTimed
 from midflight.types import GroupKey, RolloutKey
+from midflight.view.bars import figure
 from midflight.view.charting import COLORS, channels, version_color
 from midflight.view.pages.groups import kind_of, reward_bounds, reward_cells
+from midflight.view.rollout_times import num_mixed, rollout_tracks, rollouts_of_step
 from midflight.view.visit import PageRequest
 from midflight.view.widgets import facts, panel, section, two_columns
 
@@ -40,6 +43,10 @@ GAIN = "0 114 178"
 LOSS = "213 94 0"
 MAX_TOKENS = 20_000
 """The number of tokens of a branch that are drawn. The JSON has all of them."""
+
+
+TRACK_HEIGHT = 24
+"""Pixels of the line of one try of the rollout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +74,10 @@ async def draw(visit: PageRequest) -> None:
             waits.text = str(error)
             waits.props("role=alert data-test=problem")
             return
+        times = await asyncio.to_thread(_times, visit, seen)
         waits.delete()
         with place:
-            _show(visit, seen, tint)
+            _show(visit, seen, times, tint)
 
     ui.timer(0.0, load, once=True)
 
@@ -93,7 +101,26 @@ def _asked(visit: PageRequest) -> tuple[RolloutKey, str]:
     return RolloutKey(group, sample, kind_of(visit)), tint
 
 
-def _show(visit: PageRequest, seen: ConversationView, tint: str) -> None:
+def _step(visit: PageRequest, seen: ConversationView) -> int | None:
+    """The step that was made on the rollout."""
+    for line in visit.run.journal().past.steps:
+        if line.version == seen.group.version:
+            return line.step
+    return None
+
+
+def _times(visit: PageRequest, seen: ConversationView) -> list[RolloutTimed]:
+    """When the tries of the rollout were made, if a step was made on it."""
+    step = _step(visit, seen)
+    if step is None:
+        return []
+    of_group = rollouts_of_step(visit.run, step, [seen.key.group])
+    return [each for each in of_group if each.key[-1] == seen.key.sample]
+
+
+def _show(
+    visit: PageRequest, seen: ConversationView, times: Sequence[RolloutTimed], tint: str
+) -> None:
     task = seen.group.task
     rollout = seen.rollout
     with panel():
@@ -122,6 +149,7 @@ def _show(visit: PageRequest, seen: ConversationView, tint: str) -> None:
         parts = [f"{name} {number(value)}" for name, value in made_of.items()]
         ui.label(", ".join(parts)).classes("note").props("data-test=components")
     ui.html(_links(visit, seen), sanitize=False)
+    _when_made(times)
     if not seen.branches:
         ui.label("Nothing of it can be trained on, so its tokens are not kept.").classes("note")
         return
@@ -149,6 +177,22 @@ def _show(visit: PageRequest, seen: ConversationView, tint: str) -> None:
             _difference(seen)
         with panel():
             _take(seen, visit.run.folder)
+
+
+def _when_made(times: Sequence[RolloutTimed]) -> None:
+    """Draws the turns of the rollout, if there were several or several versions sampled them."""
+    num_turns = sum(len(each.turns) for each in times)
+    if num_turns < 2 and not num_mixed(times):
+        return
+    with panel():
+        section(
+            "When it was made",
+            f"{num_turns} turns: the wait for a first token is pale, tokens have the colour of the "
+            "version that sampled them, the agent, its tools and its reward are grey.",
+        )
+        tracks = rollout_tracks(times, lambda each: "")
+        chart = ui.plotly(figure(tracks, height=TRACK_HEIGHT, named=False)).style("width: 100%")
+        chart.props('role="img" aria-label="When it was made" data-test="chart turns"')
 
 
 def _advantage(seen: ConversationView) -> str:
@@ -179,10 +223,9 @@ def _links(visit: PageRequest, seen: ConversationView) -> str:
     kind = visit.query.get("kind")
     of_task = visit.link("groups", task=task.id, source=task.source, kind=kind)
     links = [(f"all groups of task {task.id}", of_task)]
-    for line in visit.run.journal().past.steps:
-        if line.version == seen.group.version:
-            links.append((f"groups of step {line.step}", visit.link("groups", step=line.step)))
-            break
+    step = _step(visit, seen)
+    if step is not None:
+        links.append((f"groups of step {step}", visit.link("groups", step=step)))
     failure = None if seen.rollout is None else seen.rollout.failure
     if failure is not None:
         alike = visit.link("groups", failure=failure, kind=kind)

@@ -20,7 +20,6 @@ from midflight.archive.groups import (
     versions_of,
 )
 from midflight.archive.search import WordIndex
-from midflight.archive.times import Times, part_from
 from midflight.errors import MidflightError
 from midflight.observe.failures import shortened
 from midflight.observe.readable import number
@@ -29,7 +28,7 @@ from midflight.trajectories.database import State
 from midflight.types import GroupKey, Json, Kind, Reason, RolloutKey
 from midflight.view import widgets
 from midflight.view.bars import figure, follow
-from midflight.view.rollout_times import num_mixed, rollout_tracks
+from midflight.view.rollout_times import num_mixed, rollout_tracks, rollouts_of_step
 from midflight.view.visit import PageRequest
 
 ON_A_PAGE = 25
@@ -147,7 +146,8 @@ async def _when_made(visit: PageRequest, page: GroupPage) -> None:
     """Draws when the rollouts of these groups were made, if they are those of one step."""
     if not visit.query.get("step") or kind_of(visit) is not Kind.TRAINING:
         return
-    made = await asyncio.to_thread(_timed, visit, page)
+    keys = [group.key for group in page.groups]
+    made = await asyncio.to_thread(rollouts_of_step, visit.run, int(visit.query["step"]), keys)
     drawn = rollout_tracks(made, lambda each: conversation_link(visit, _key(each)))
     if not drawn:
         return
@@ -162,22 +162,6 @@ async def _when_made(visit: PageRequest, page: GroupPage) -> None:
         chart = ui.plotly(figure(drawn, height=height, named=False)).style("width: 100%")
         chart.props('role="img" aria-label="When they were made" data-test="chart rollouts"')
         chart.on("plotly_click", follow)
-
-
-def _timed(visit: PageRequest, page: GroupPage) -> Sequence[RolloutTimed]:
-    """The times of the rollouts of these groups. What a step trains on was begun in the time of the
-    versions that it may be old.
-    """
-    oldest = int(visit.run.config().get("rollout", {}).get("max_staleness", 0))
-    first = int(visit.query["step"]) - oldest - 1
-    since = 0.0
-    for line in visit.run.readings.past.steps:
-        if line.step == first:
-            since = line.seconds - line.step_seconds
-    times = Times(visit.run.folder, part_from(visit.run.folder, since))
-    times.refresh()
-    keys = {(group.key.epoch, group.key.index, group.key.attempt) for group in page.groups}
-    return [rollout for rollout in times.rollouts if rollout.key[:3] in keys]
 
 
 def _key(rollout: RolloutTimed) -> RolloutKey:
