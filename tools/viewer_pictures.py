@@ -4,7 +4,8 @@
     midflight train configs/demo.toml
     python tools/viewer_pictures.py runs/demo docs/images
     python tools/viewer_pictures.py runs/pretrained/calculator-0 docs/images 7
-        only the rollouts of step 7, of `make pretrained`: of the demo's few go on over a version
+        the rollouts of step 7 and a conversation of it, of `make pretrained`: its rollouts have
+        several turns, and some go on over a version
 
 `MIDFLIGHT_CHROMIUM` names the browser if it is not `chromium`.
 """
@@ -58,8 +59,8 @@ def opened(browser: Browser, address: str, *, dark: bool = False, phone: bool = 
     return page
 
 
-def write(page: Page, path: Path) -> None:
-    picture = Image.open(io.BytesIO(page.screenshot()))
+def write(page: Page, path: Path, *, whole: bool = False) -> None:
+    picture = Image.open(io.BytesIO(page.screenshot(full_page=whole)))
     few = picture.convert("RGB").quantize(COLOURS, method=Image.Quantize.FASTOCTREE)
     few.save(path, optimize=True)
     print(f"{path}: {path.stat().st_size / 1024:.0f} KB")
@@ -70,19 +71,23 @@ def take(browser: Browser, address: str, out: Path) -> None:
     write(opened(browser, f"{address}/run", dark=True), out / "viewer-run-dark.png")
     write(opened(browser, f"{address}/time"), out / "viewer-time.png")
     write(opened(browser, f"{address}/groups?{TRAINED}", phone=True), out / "viewer-phone.png")
-    groups = opened(browser, f"{address}/groups?{TRAINED}")
-    write(groups, out / "viewer-groups.png")
-    said = groups.locator(".cells a").first.get_attribute("href")
-    origin = address.partition("/run/")[0]
-    conversation = opened(browser, f"{origin}{said}&color=logprob")
-    conversation.wait_for_selector(".tokens")
-    write(conversation, out / "viewer-conversation.png")
+    write(opened(browser, f"{address}/groups?{TRAINED}"), out / "viewer-groups.png")
 
 
 def take_step(browser: Browser, address: str, out: Path, step: int) -> None:
+    """The groups of the step, and a conversation of it that went on over a version."""
     page = opened(browser, f"{address}/groups?step={step}")
     page.wait_for_selector('[data-test="chart rollouts"] .point')
     write(page, out / "viewer-step.png")
+    origin = address.partition("/run/")[0]
+    for right in page.locator('.cells a[style*="--r: 1.00"]').all():
+        said = right.get_attribute("href")
+        conversation = opened(browser, f"{origin}{said}&color=version")
+        conversation.wait_for_selector('[data-test="chart turns"] .point')
+        if conversation.locator('[data-test="sampled by"]').inner_text().startswith("versions"):
+            write(conversation, out / "viewer-conversation.png", whole=True)
+            return
+        conversation.close()
 
 
 def main(folder: Path, out: Path, step: int | None = None) -> None:

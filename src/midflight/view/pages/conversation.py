@@ -45,7 +45,7 @@ MAX_TOKENS = 20_000
 """The number of tokens of a branch that are drawn. The JSON has all of them."""
 
 
-TRACK_HEIGHT = 24
+TRACK_HEIGHT = 16
 """Pixels of the line of one try of the rollout."""
 
 
@@ -123,7 +123,7 @@ def _show(
 ) -> None:
     task = seen.group.task
     rollout = seen.rollout
-    with panel():
+    with panel().classes("tight"):
         facts(
             [
                 ("source", task.source),
