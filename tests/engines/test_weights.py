@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from midflight.engines.embedded.engine import EmbeddedEngine
 from midflight.engines.embedded.table import Submission
 from midflight.engines.embedded.weights import EngineWeights, model_fingerprint
 from midflight.errors import EngineError, WeightsCorrupt
-from midflight.types import GenerateRequest, PauseMode, TensorSpec, WeightManifest
+from midflight.types import Attestation, GenerateRequest, PauseMode, TensorSpec, WeightManifest
 
 REQUEST = ask("a prompt", seed=21, max_tokens=20)
 
@@ -159,6 +160,24 @@ class SlowReceiver(MemoryReceiver):
     def fetch(self, manifest: WeightManifest) -> Mapping[str, memoryview]:
         assert self.release.wait(10)
         return super().fetch(manifest)
+
+
+def test_a_commit_says_how_long_decoding_stood_still_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        receiver = MemoryReceiver()
+        async with running(make_engine(receiver=receiver)) as engine:
+            await engine.stage(receiver.publish(1, tiny_model(seed=1)))
+            swap = engine._weights.commit
+
+            def slow_swap(version: int) -> Attestation:
+                time.sleep(0.05)
+                return swap(version)
+
+            monkeypatch.setattr(engine._weights, "commit", slow_swap)
+            attested = await engine.commit(1)
+            assert attested.version == 1 and attested.still_seconds is not None and attested.still_seconds >= 0.05
+
+    asyncio.run(main())
 
 
 def test_staging_does_not_hold_up_decoding() -> None:

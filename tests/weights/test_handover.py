@@ -49,6 +49,24 @@ def test_a_version_goes_live_on_every_engine_without_a_pause_where_engines_swap(
     fleet.check_whole()
 
 
+class SwappingEngine(ScriptedEngine):
+    """Its commit waits for a step, and then it stands still for a hundredth of a second."""
+
+    async def commit(self, version: int) -> Attestation:
+        return replace(await super().commit(version), still_seconds=0.01)
+
+
+def test_an_engine_that_swaps_between_steps_stands_still_as_long_as_it_says():
+    commits = Commits()
+    fleet = RecordingFleet(SwappingEngine("a", commit_seconds=0.5))
+    run_virtual(handover(fleet, commits=commits).publish(manifest(1)))
+    assert commits.seconds == [(0.0, 0.01)]
+    paused = Commits()
+    fleet = RecordingFleet(SwappingEngine("a", commit_seconds=0.5))
+    run_virtual(handover(fleet, mode=PAUSING, commits=paused).publish(manifest(1)))
+    assert paused.seconds == [(0.0, 0.5)], "a pause of ours lasts as long as the commit"
+
+
 def test_a_mode_other_than_keep_holds_pauses_commits_and_resumes():
     fleet, a, _ = two()
     run_virtual(handover(fleet, mode=PAUSING).publish(manifest(1)))

@@ -1,6 +1,6 @@
 """Engines and the weights that they serve."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from midflight.types.names import Feature, LogprobKind, PauseMode, Version
@@ -130,6 +130,8 @@ class Attestation:
 
     version: Version
     fingerprint: str
+    still_seconds: float | None = field(default=None, compare=False)
+    """How long the engine made no token for the commit, if it made tokens until then and knows."""
 
 
 Meeting = Literal["plugin", "torch", "nccl_id"]

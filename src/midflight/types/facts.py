@@ -301,6 +301,7 @@ class WeightsCommitted(msgspec.Struct, frozen=True):
     version: Version
     stage_seconds: float
     pause_seconds: float
+    """How long it made no token, as it says itself, or else the time of the whole commit."""
 
 
 class Quarantined(msgspec.Struct, frozen=True):

@@ -134,11 +134,12 @@ class Committer:
         """
         started = asyncio.get_running_loop().time()
         deed = f"committing version {manifest.version} on engine {engine.name!r}"
+        still_seconds: float | None = None
         try:
             async with guard.over(engine.name, deed, seconds=self._seconds) as own_time:
                 mode = self.mode(engine.name, engine.capabilities)
                 if barrier.alone and swaps_between_steps(engine.capabilities, mode):
-                    await _swap(engine, manifest)
+                    still_seconds = (await _swap(engine, manifest)).still_seconds
                 else:
                     self._fleet.hold(engine.name, OWNER)
                     await _swap_paused(engine, manifest, mode, barrier=barrier, own_time=own_time)
@@ -151,14 +152,17 @@ class Committer:
             self._fleet.release(engine.name, OWNER)
         if engine.name in guard.errors:
             return False
-        seconds = asyncio.get_running_loop().time() - started
+        if still_seconds is None:
+            still_seconds = asyncio.get_running_loop().time() - started
         self._record(
-            WeightsCommitted(engine.name, manifest.version, stage_seconds, pause_seconds=seconds)
+            WeightsCommitted(
+                engine.name, manifest.version, stage_seconds, pause_seconds=still_seconds
+            )
         )
         return True
 
 
-async def _swap(engine: Engine, manifest: WeightManifest) -> None:
+async def _swap(engine: Engine, manifest: WeightManifest) -> Attestation:
     """Swaps the weights. An engine serves the weights that it attests, so it must not run if it
     attests anything but the manifest's version and fingerprint.
     """
@@ -169,6 +173,7 @@ async def _swap(engine: Engine, manifest: WeightManifest) -> None:
             f"{engine.name!r}: it serves version {said.version} ({said.fingerprint[:12]}); it "
             "rejoins when it has the published weights."
         )
+    return said
 
 
 async def _swap_paused(

@@ -4,8 +4,9 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -385,10 +386,12 @@ class EmbeddedEngine:
         )
 
     def _commit(self, version: types.Version) -> types.Attestation:
+        """Runs on the decode thread, between two steps."""
+        started = time.monotonic()
         attestation = self._weights.commit(version)
         if self._scheduler.version != version:
             self._scheduler.serve(version)
-        return attestation
+        return replace(attestation, still_seconds=time.monotonic() - started)
 
     def _fall_asleep(self) -> None:
         if self._scheduler.paused is None:

@@ -86,7 +86,9 @@ class AdapterEngine(ServerEngine):
             self._next = staged
 
     async def commit(self, version: types.Version) -> types.Attestation:
-        """Commits at once, paused or not. Raises `EngineError` if the version is not staged."""
+        """Commits at once, paused or not, for new requests. Raises `EngineError` if the version is
+        not staged.
+        """
         async with self._control, self._staging:
             staged = self._staged(version)
             self._live = staged
@@ -94,7 +96,7 @@ class AdapterEngine(ServerEngine):
             oldest = version - (self._shelf.num_adapters - 2)
             named = [running for running in self._running if running.adapter]
             self._abort_these([r for r in named if _version(r.adapter) < oldest])
-            return types.Attestation(version, staged.fingerprint)
+            return types.Attestation(version, staged.fingerprint, still_seconds=0.0)
 
     async def health(self) -> types.EngineHealth:
         """Asks the server whether it has the version that new requests name. A server that was
