@@ -27,7 +27,7 @@ from midflight.archive.messages import RecordedMessage
 from midflight.errors import MidflightError
 from midflight.observe.readable import UNKNOWN, number
 from midflight.observe.timeline import RolloutTimed
-from midflight.types import GroupKey, RolloutKey
+from midflight.types import GroupKey, Kind, RolloutKey
 from midflight.view.bars import figure
 from midflight.view.charting import COLORS, channels, version_color
 from midflight.view.pages.groups import kind_of, reward_bounds, reward_cells
@@ -43,8 +43,6 @@ GAIN = "0 114 178"
 LOSS = "213 94 0"
 MAX_TOKENS = 20_000
 """The number of tokens of a branch that are drawn. The JSON has all of them."""
-
-
 TRACK_HEIGHT = 16
 """Pixels of the line of one try of the rollout."""
 
@@ -112,7 +110,7 @@ def _step(visit: PageRequest, seen: ConversationView) -> int | None:
 def _times(visit: PageRequest, seen: ConversationView) -> list[RolloutTimed]:
     """When the tries of the rollout were made, if a step was made on it."""
     step = _step(visit, seen)
-    if step is None:
+    if step is None or seen.key.kind is not Kind.TRAINING:
         return []
     of_group = rollouts_of_step(visit.run, step, [seen.key.group])
     return [each for each in of_group if each.key[-1] == seen.key.sample]
@@ -187,8 +185,9 @@ def _when_made(times: Sequence[RolloutTimed]) -> None:
     with panel():
         section(
             "When it was made",
-            f"{num_turns} turns: the wait for a first token is pale, tokens have the colour of the "
-            "version that sampled them, the agent, its tools and its reward are grey.",
+            f"{num_turns} turn{'s' if num_turns > 1 else ''}: the wait for a first token is pale, "
+            "tokens have the colour of the version that sampled them, the agent, its tools and its "
+            "reward are grey.",
         )
         tracks = rollout_tracks(times, lambda each: "")
         chart = ui.plotly(figure(tracks, height=TRACK_HEIGHT, named=False)).style("width: 100%")
