@@ -20,7 +20,15 @@ from midflight.engines import wire
 from midflight.engines.relay import ServedEngine, ignore_work
 from midflight.errors import NotSupported, RequestRejected
 from midflight.ports import PromptScorer, Scorer, Sleeper
-from midflight.types import EngineHealth, Feature, MemoryPart, PauseMode, Version, WeightManifest
+from midflight.types import (
+    Attestation,
+    EngineHealth,
+    Feature,
+    MemoryPart,
+    PauseMode,
+    Version,
+    WeightManifest,
+)
 from midflight.wire.edge import RequireToken, read_body, with_client
 from midflight.wire.routes import PACKED, body_of, json_answer, metrics_route, route
 
@@ -128,7 +136,10 @@ class EngineRoutes(Generic[E]):
 
     def operator(self) -> Sequence[BaseRoute]:
         """The routes for weight updates, for people who run one engine without a trainer."""
-        return [route("/stage_weights", self._stage), route("/commit_weights", self._commit)]
+        return [
+            route("/stage_weights", self._stage),
+            route("/commit_weights", self._commit_for_operator),
+        ]
 
     def health(self, path: str) -> BaseRoute:
         """A route that answers 200 while the engine lives, and 503 after. Its numbers show
@@ -187,10 +198,18 @@ class EngineRoutes(Generic[E]):
         return json_answer({"status": "ok"})
 
     async def _commit(self, request: Request) -> Response:
+        return json_answer(await self._attested(request))
+
+    async def _commit_for_operator(self, request: Request) -> Response:
+        """Answers with what is served. The time that the swap took is for the gateway."""
+        said = await self._attested(request)
+        return json_answer({"version": said.version, "fingerprint": said.fingerprint})
+
+    async def _attested(self, request: Request) -> Attestation:
         body = await body_of(request, EngineCommit)
         attestation = await self._engine.commit(body.version)
         self._committed(attestation.version)
-        return json_answer(attestation)
+        return attestation
 
     async def _score(self, request: Request) -> Response:
         if self._scorer is None:
