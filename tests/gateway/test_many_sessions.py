@@ -73,7 +73,7 @@ def bytes_of_a_session() -> float:
 
 
 def test_a_session_keeps_its_tokens_in_little_memory() -> None:
-    """In a process of its own: a test that set an attribute of an object makes all later objects of its class larger."""
+    """In a process of its own: after some tests of the same process a session took 8 150 bytes, and 7 505 in a new one."""
     weigh = "from tests.gateway.test_many_sessions import bytes_of_a_session; print(bytes_of_a_session())"
     env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     told = subprocess.run([sys.executable, "-c", weigh], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
