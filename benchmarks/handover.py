@@ -34,7 +34,7 @@ from sides.handover_ends import PYTHONS, RemoteTrainer, Side, Size, engine_side,
 
 from midflight.ports import Engine
 from midflight.types import PauseMode, Version
-from midflight.types.facts import Fact, WeightsCommitted
+from midflight.types.facts import record_nothing
 from midflight.weights.handover import Handover
 
 ENGINES = ("embedded", "vllm", "sglang")
@@ -178,13 +178,12 @@ class Handovers:
         self._keeps = pause_mode == "keep"
         self._version: Version = 0
         self._releasable: tuple[Version, ...] = ()
-        self._facts: list[Fact] = []
         self._handover = Handover(
             Alone(side.engine),
             pause_mode=PauseMode.KEEP if self._keeps else "auto",
             stage_seconds=DEADLINE_SECONDS,
             commit_seconds=DEADLINE_SECONDS,
-            record=self._facts.append,
+            record=record_nothing,
         )
 
     async def sample(self, way: str) -> Sample:
@@ -222,15 +221,16 @@ class Handovers:
 
     async def _hand_over(self, way: str) -> Done:
         manifest, wait = await self._trainer.publish(way, self._version)
+        began = time.perf_counter()
         report = await self._handover.publish(manifest)
+        taken = time.perf_counter() - began
         if report.quarantined:
             raise SystemExit(f"version {self._version} by {way}: {report.quarantined}")
         self._releasable = report.releasable
-        committed = [fact for fact in self._facts if isinstance(fact, WeightsCommitted)][-1]
         return Done(
             wait,
             report.stage_seconds,
-            committed.pause_seconds,
+            taken - report.stage_seconds,
             sum(spec.num_bytes for spec in manifest.tensors),
         )
 
