@@ -177,8 +177,8 @@ def last_round(name: str, run: Measured) -> str:
     """Who waited for whom, longest first."""
     longest = sorted(run.waits.items(), key=lambda wait: -wait[1])
     waits = ", ".join(f"{who} {seconds:.3f}" for who, seconds in longest) or "nobody waits"
-    stage, commit = run.handover
-    return f"{name}, last round, s/step: {waits}; handover: stage {stage:.3f}, commit {commit:.3f}"
+    stage, pause = run.handover
+    return f"{name}, last round, s/step: {waits}; handover: stage {stage:.3f}, pause {pause:.3f}"
 
 
 def result_line(options: argparse.Namespace, found: Runs) -> str:
