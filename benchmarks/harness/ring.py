@@ -32,7 +32,7 @@ class Measured:
     waits: Mapping[str, float] = field(default_factory=dict[str, float])
     """Seconds per step, by "who for whom"."""
     handover: tuple[float, float] = (0.0, 0.0)
-    """Median seconds to stage and to commit, seen from the rollout process."""
+    """Median seconds to stage, seen from the rollout process, and of the engine's pause."""
 
     def cpu_of(self, part: str) -> float:
         """Seconds per step of all processes whose names begin so."""
