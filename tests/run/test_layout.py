@@ -45,7 +45,7 @@ def test_the_bytes_are_laid_out_as_the_page_says_and_say_what_the_lists_say() ->
     batch = one_batch(7)
     metadata, arrays = read(to_bytes(batch))
     assert metadata == {"format": "midflight.packed_batch", "format_version": "1", "lease": "3", "train_version": "7"}
-    table = PAGE.read_text().partition("| arrays | dtype |")[2].partition("\n\n")[0]
+    table = PAGE.read_text().partition("| arrays | an entry for each |")[2].partition("\n\n")[0]
     named = " ".join(re.findall(r"^\| (.*?) \|", table, re.MULTILINE))
     assert set(re.findall(r"`(\w+)`", named)) == set(arrays)
     lists = batch_as_lists(batch)
