@@ -45,8 +45,6 @@ Made from the code by `python tools/formulas.py docs/formulas.md`. [Algorithms](
 ## Objectives
 
 {objectives}
-Those with R are bypass objectives, those with r decoupled ones.
-
 ## Weights
 
 {weights}

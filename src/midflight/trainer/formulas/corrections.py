@@ -193,9 +193,10 @@ def product_mask(
     high: float,
 ) -> Bool[Tensor, " T"]:
     """Keeps rollouts whose product of ratios has low <= prod rho <= high, and weighs them by
-    nothing: `masked_sequence_weight` without its weight.
+    nothing: `masked_sequence_weight` without its weight. The product wanders farther the longer a
+    rollout is.
 
-    Usual bounds 0.1 and 10, or wider: the product wanders farther the longer a rollout is.
+    Usual bounds 0.1 and 10, or wider.
     """
     product = sequence_ratio(log_rho, sequence, num_sequences=num_sequences)
     return (low <= product) & (product <= high)
@@ -209,9 +210,9 @@ def veto_mask(
     low: float,
     high: float,
 ) -> Bool[Tensor, " T"]:
-    """Keeps rollouts all of whose tokens have low <= rho <= high.
+    """Keeps rollouts all of whose tokens have low <= rho <= high: only catastrophes are dropped.
 
-    Usual bounds 1e-4 and 100: only catastrophes are dropped.
+    Usual bounds 1e-4 and 100.
     """
     rho = log_rho.detach().exp()
     outside = ((rho < low) | (rho > high)).to(rho.dtype)

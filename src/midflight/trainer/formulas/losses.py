@@ -138,9 +138,9 @@ def sapo(
         L_t = -(4 / tau) sigmoid(tau (r_t - 1)) A_t
         tau = tau_positive where A_t > 0, else tau_negative
 
-    At r = 1 the gradient is that of r A. Usual: 1.0 and 1.05.
+    At r = 1 the gradient is that of r A; a larger tau lets it fade sooner. Usual: 1.0 and 1.05.
 
-    SAPO (2511.20347). A soft gate in place of the clip, which a larger τ closes sooner.
+    SAPO (2511.20347).
     """
     positive = 4 / tau_positive * torch.sigmoid(tau_positive * (ratio - 1))
     negative = 4 / tau_negative * torch.sigmoid(tau_negative * (ratio - 1))
@@ -308,15 +308,15 @@ def dppo_tv(
     delta: float,
     cap: float,
 ) -> Float[Tensor, " T"]:
-    """Trust region on the probabilities, not on their ratio.
+    """Trust region on the probabilities, not on their ratio: rare tokens may move, likely ones may
+    not run off.
 
         L_t = -sg(min(R_t, cap) M_t) A_t log pi_theta
         M_t = [p_theta - p_b <= delta] where A_t > 0, else [p_theta - p_b >= -delta]
 
     Usual delta 0.2 and cap 20. The gradient is that of R A, where a token is kept.
 
-    DPPO with the binary total variation (2602.04879): rare tokens may move, likely ones may not run
-    off.
+    DPPO with the binary total variation (2602.04879).
     """
     below, above = dppo_clipped(policy, behaviour, advantage=advantage, delta=delta)
     return _weighted_within(policy, behaviour, advantage=advantage, kept=~(below | above), cap=cap)
