@@ -189,7 +189,8 @@ class TrainingArguments:
         "the last version is exported; `midflight rollback` goes back to an earlier checkpoint",
     )
     metric_for_best_model: str | None = refused(
-        None, "no version is chosen by a metric; `state.log_history` has the metrics of all versions"
+        None,
+        "no version is chosen by a metric; `state.log_history` has the metrics of all versions",
     )
     greater_is_better: bool | None = idle(None)
     ignore_data_skip: bool = refused(

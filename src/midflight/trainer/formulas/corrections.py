@@ -78,9 +78,10 @@ def truncated_weight(rho: Float[Tensor, " T"], *, cap: float) -> Float[Tensor, "
         w_t = sg(min(rho_t, C))
 
     For an engine's log-probabilities beside a trainer's, C = 2. The truncation bounds the variance
-    and costs a bias on tokens that the proximal policy likes much more.
+    and costs a bias on tokens that the proximal policy likes much more. Small ratios are kept as
+    they are.
 
-    Ionides 2008. Small ratios are kept as they are.
+    Ionides 2008.
     """
     return rho.detach().clamp(max=cap)
 

@@ -95,8 +95,8 @@ def cispo(
     The usual range of R, [0, 5], is clip_low 1 and clip_high 4. On the ratio to the proximal policy
     this is the decoupled form.
 
-    MiniMax-M1 (2506.13585), eq. 4 and 5; ScaleRL (2510.13786). Every token keeps a gradient. With r
-    and `correction.weight = "off"` it is verl's.
+    MiniMax-M1 (2506.13585), eq. 4 and 5; ScaleRL (2510.13786). With r and `correction.weight =
+    "off"` it is verl's.
     """
     return -ratio.detach().clamp(1 - clip_low, 1 + clip_high) * advantage * policy
 
@@ -110,11 +110,11 @@ def rollout_is(
     clip_high: float,
 ) -> Float[Tensor, " T"]:
     """Importance-weighted policy gradient on tokens whose ratio is near 1, and none on the others
-    (`cispo` clips those).
+    (`cispo` clips those), whichever sign the advantage has.
 
         L_t = -sg(R_t [1 - clip_low < R_t < 1 + clip_high]) A_t log pi_theta
 
-    2602.15763. Outside there is no gradient, whichever sign A has.
+    2602.15763.
     """
     ratio = ratio.detach()
     inside = (1 - clip_low < ratio) & (ratio < 1 + clip_high)
@@ -457,9 +457,10 @@ def k1_divergence(
 def abs_k1_divergence(
     policy: Float[Tensor, " T"], reference: Float[Tensor, " T"]
 ) -> Float[Tensor, " T"]:
-    """|log(pi / pi_ref)|, in nats. Its gradient is +-1, and 0 at the reference.
+    """|log(pi / pi_ref)|, in nats: a pull to the reference of the same strength near and far. Its
+    gradient is +-1, and 0 at the reference.
 
-    `abs` in verl. It pulls equally near and far.
+    `abs` in verl.
     """
     return corrections.log_ratio(policy, reference).abs()
 
