@@ -31,12 +31,11 @@ SCHEDULES = {
 }
 NO_CLIPPING = 1e9
 """The norm to which gradients are scaled down if nothing asks for that."""
-SHARDING = "trainer.ranks of midflight.Trainer shards the model"
+SHARDING = "set trainer.ranks of midflight.Trainer, which shards the model"
 HARMLESS_OF_MODEL = frozenset(["attn_implementation", "use_cache", "low_cpu_mem_usage"])
 """Arguments of a model's loading that change how it is computed, not what."""
 SAMPLES = "`rollout.groups_per_step`, with `num_generations`"
 AS_THERE = "as in trl"
-ADAM = "adam_beta1 is 0.9 here, adam_epsilon 1e-08"
 
 
 class Meaning(str):
@@ -107,9 +106,9 @@ class TrainingArguments:
     optim: str = mapped("adamw_torch_fused", "AdamW; another one is refused")
     optim_args: str | None = refused(None, "set learning_rate, weight_decay and adam_beta2")
     weight_decay: float = mapped(0.0, "`trainer.weight_decay`")
-    adam_beta1: float = refused(0.9, ADAM)
+    adam_beta1: float = refused(0.9, "it is 0.9 here")
     adam_beta2: float = mapped(0.999, "`trainer.adam_beta2`")
-    adam_epsilon: float = refused(1e-8, ADAM)
+    adam_epsilon: float = refused(1e-8, "it is 1e-08 here")
     optim_target_modules: str | None = refused(
         None, "all weights are trained, or with peft_config the adapters"
     )

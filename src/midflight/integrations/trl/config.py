@@ -25,8 +25,8 @@ ROLLOUT_SECONDS = 3600.0
 one that hangs would hold up a step for ever.
 """
 NO_EVALUATION = (
-    "trl's own trainer has no evaluation; use GRPOTrainer, or evaluation.eval_every of "
-    "midflight.Trainer"
+    "trl's own trainer has no evaluation; use GRPOTrainer, or midflight.Trainer with heldout and "
+    "evaluation.eval_every"
 )
 
 
