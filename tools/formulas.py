@@ -2,15 +2,14 @@
 
     python tools/formulas.py docs/formulas.md
 
-A formula is a row of `config.formulas`, which the dry run prints too; what is said of it is the docstring of the
-function that computes it, in `trainer.formulas`.
+A formula is a row of `config.formulas`, which the dry run prints too; its source is the last paragraph of the docstring
+of the function that computes it, in `trainer.formulas`. Objectives of one function share a row.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -31,6 +30,8 @@ from midflight.trainer.formulas import advantages, corrections, losses, reductio
 from midflight.trainer.objective import BEYOND_TOKEN, parameters
 
 CLIPS = {"low": "1 - `clip_low`", "high": "1 + `clip_high`"}
+RATIOS = {"bypass": "R", "decoupled": "r"}
+"""The ratio that an objective of each form looks at."""
 OTHERS = {"length": "`environment.max_tokens`", "trace": "γ λ", "discount": "γ"}
 """What stands for the numbers of a formula that are no option of its section."""
 
@@ -39,7 +40,7 @@ PAGE = """\
 
 *A page to look things up in.*
 
-Made from the code by `python tools/formulas.py docs/formulas.md`; edit the sentences there. [Algorithms](algorithms.md#notation) says what the letters mean and which of these go together. A * stands at what looks at its rollout or at the batch, so that the step begins with a forward over all tokens.
+Made from the code by `python tools/formulas.py docs/formulas.md`. [Algorithms](algorithms.md#notation) says what the letters mean and which of these go together. What has a * looks at its rollout or at the batch: the step then begins with a forward over all tokens.
 
 ## Objectives
 
@@ -65,52 +66,57 @@ def page() -> str:
     unset = ObjectiveSection()
     return PAGE.format(
         objectives=_table(
-            ("`objective.kind`", "form", "loss of a token", "knobs and defaults", "what it is"),
+            ("`objective.kind`", "loss of a token", "knobs and defaults", "source"),
             _objectives(unset.kind),
         ),
         weights=_table(
-            ("`correction.weight`", "w", "defaults", "what it is"),
+            ("`correction.weight`", "w", "defaults", "source"),
             _rows(WEIGHTS.items(), corrections, default="tis"),
         ),
         masks=_table(
-            ("mask", "keeps tokens with", "what it is"),
+            ("mask", "keeps tokens with", "source"),
             _masks(),
         ),
         advantages=_table(
-            ("`objective.advantage`", "formula", "what it is"),
+            ("`objective.advantage`", "formula", "source"),
             _without_options(_rows(ADVANTAGES.items(), advantages, default=unset.advantage)),
         ),
         reductions=_table(
-            ("`objective.reduction`", "formula", "what it is"),
+            ("`objective.reduction`", "formula", "source"),
             _without_options(_rows(REDUCTIONS.items(), reductions, default="token_mean")),
         ),
         divergences=_table(
-            ("`objective.kl`", "per token", "what it is"),
+            ("`objective.kl`", "per token", "source"),
             _without_options(_rows(DIVERGENCES.items(), losses, default=unset.kl)),
         ),
     )
 
 
 def _objectives(default: str) -> Iterator[tuple[str, ...]]:
+    """A row for each function: where several objectives have it, they differ in the ratio alone."""
+    alike: dict[str, dict[str, ObjectiveFormula]] = {}
     for kind, row in OBJECTIVES.items():
-        function = _function(losses, row.function)
+        alike.setdefault(row.function, {})[kind] = row
+    for name, rows in alike.items():
+        (kind, row), *others = rows.items()
+        function = _function(losses, name)
         said = _said(function)
         if row.demand is not None:
-            asked = f"objective.{row.demand.option} = {json.dumps(row.demand.value)}"
-            said = f"{said} Only with `{asked}`: it {row.demand.why}."
-        yield (
-            _starred(kind, function, default=default),
-            row.form,
-            _named(row.text, CLIPS),
-            _knobs(row),
-            said,
-        )
+            said = f"{said} Only with `{row.demand.option}` {row.demand.value}."
+        names = [_starred(kind, function, default=default)]
+        names += [f"`{other}` with {RATIOS[found.form]}" for other, found in others]
+        yield "; ".join(names), _loss(row), _knobs(row), said
+
+
+def _loss(row: ObjectiveFormula) -> str:
+    """The loss of a token, with the terms of options that may be left out."""
+    return _named(row.text + "".join(row.at_will.values()), CLIPS)
 
 
 def _knobs(row: ObjectiveFormula) -> str:
     knobs = [_option(name, value) for name, value in row.options.items()]
     knobs += [f"`{name}` none" for name in row.at_will]
-    if row.reduction != "token_mean":
+    if row.reduction != "token_mean" and row.demand is None:
         knobs.append(f"`reduction` {row.reduction}")
     return ", ".join(knobs)
 
@@ -160,14 +166,9 @@ def _named(text: str, names: Mapping[str, str]) -> str:
 
 
 def _said(function: Callable[..., object]) -> str:
-    """The docstring on one line, without its formulas and its sentences about parameters. Numbers of
-    papers become links.
-    """
-    paragraphs = (inspect.getdoc(function) or "").split("\n\n")
-    told = " ".join(part for part in paragraphs if not part.startswith(" "))
-    sentences = re.split(r"(?<=\.) (?=[`A-Z])", " ".join(told.split()))
-    about = tuple(f"`{name}` " for name in parameters(function))
-    text = " ".join(sentence for sentence in sentences if not sentence.startswith(about))
+    """The last paragraph of the docstring, on one line. Numbers of papers become links."""
+    _, _, last = (inspect.getdoc(function) or "").rpartition("\n\n")
+    text = " ".join(last.split())
     return re.sub(r"\b(\d{4}\.\d{5})\b", r"[\1](https://arxiv.org/abs/\1)", text)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
@@ -44,6 +45,11 @@ CLASSES: Mapping[str, type[TrainingArguments]] = {
     "GRPOConfig": GRPOConfig,
     "AsyncGRPOConfig": AsyncGRPOConfig,
 }
+OTHERS = (
+    "All other fields of trl have no effect. A warning names one that is set, and the `--help` of "
+    "a script says why."
+)
+COUNTERPART = re.compile(r"`(\w+)\.(\w+)`")
 Fields = dict[str, Any]
 
 
@@ -115,20 +121,18 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[
 
 
 def table(config: type[TrainingArguments], other: type[TrainingArguments] | None = None) -> str:
-    """The fields of a configuration: those with a counterpart, those that are refused, and those
-    that are accepted and do nothing. A field that is just the same in the other configuration is
-    left out.
+    """The fields of a configuration: those with a counterpart, and those that are refused. Those
+    that are accepted and do nothing are all others. A field that is just the same in the other
+    configuration is left out.
     """
     meanings = _meanings(config)
     known = {} if other is None else _meanings(other)
     own = {name: found for name, found in meanings.items() if known.get(name) != found}
     lines = ["| option | here |", "|---|---|", *_rows(own, MAPPED), ""]
-    lines += ["Refused, unless it has its default:", ""]
+    lines += ["These are refused, unless they have their default:", ""]
     lines += ["| option | remedy |", "|---|---|", *_rows(own, REFUSED), ""]
     idle = ", ".join(f"`{name}`" for name, (kind, _) in own.items() if kind == IDLE)
-    lines += [
-        f"Without effect, named by a warning where one is set (the `--help` of a script says why): {idle}."
-    ]
+    lines += [OTHERS if other is None else f"{idle} have no effect."]
     return "\n".join(lines)
 
 
@@ -142,21 +146,34 @@ def _meanings(config: type[TrainingArguments]) -> dict[str, tuple[str, str]]:
 
 
 def _rows(meanings: Mapping[str, tuple[str, str]], kind: str) -> list[str]:
-    """The rows of one kind. Fields with the same sentence share a row."""
+    """The rows of one kind. Fields with the same sentence share a row, and so do those that have
+    the same name here. Of what is refused, the error gives the reason.
+    """
     names: dict[str, list[str]] = {}
     for name, (found, sentence) in meanings.items():
-        if found == kind:
-            names.setdefault(sentence, []).append(f"`{name}`")
-    return [f"| {', '.join(fields)} | {sentence} |" for sentence, fields in names.items()]
+        if found != kind:
+            continue
+        here = COUNTERPART.fullmatch(sentence)
+        said = sentence.rpartition("; ")[2] if kind == REFUSED else sentence
+        if here and here[2] == name:
+            said = f"the same names in `[{here[1]}]`"
+        names.setdefault(said, []).append(name)
+    rows: list[str] = []
+    for said, fields in names.items():
+        sentence = meanings[fields[0]][1] if kind == MAPPED and len(fields) == 1 else said
+        rows.append(f"| {', '.join(f'`{name}`' for name in fields)} | {sentence} |")
+    return rows
 
 
 def losses() -> str:
     """What each `loss_type` is here."""
-    rows = ["| `loss_type` | `objective.kind` | `objective.reduction` |", "|---|---|---|"]
+    rows = ["| `loss_type` | `objective.kind`, `objective.reduction` |", "|---|---|"]
+    alike: dict[str, list[str]] = {}
     for name, loss in LOSS_TYPES.items():
-        rows.append(f"| `{name}` | `{loss.kind}` | `{loss.reduction}` |")
+        alike.setdefault(f"`{loss.kind}`, `{loss.reduction}`", []).append(f"`{name}`")
     for name, remedy in NOT_HERE.items():
-        rows.append(f"| `{name}` | refused: {remedy} | |")
+        alike[f"refused: {remedy}"] = [f"`{name}`"]
+    rows += [f"| {', '.join(names)} | {here} |" for here, names in alike.items()]
     return "\n".join(rows)
 
 

@@ -10,6 +10,7 @@ import importlib
 import inspect
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
@@ -46,66 +47,30 @@ _OTHER_VERB = re.compile(r'method="(\w+)"')
 _SAME_RESOURCE = re.compile(r"self\.([a-z]\w+)\(")
 _IMPORTED = re.compile(r"from\s+([.\w]+)\s+import\s+(\w+)")
 
-WORDS: dict[tuple[str, str], str] = {
-    ("POST", "/v1/chat/completions"): "a chat, whole or streamed",
-    ("POST", "/v1/completions"): "a completion, whole or streamed",
-    ("POST", "/v1/responses"): "a response, whole or streamed; its session keeps it",
-    (
-        "GET",
-        "/v1/responses/{}",
-    ): "a kept response; with `stream` in the events that it came in, after `starting_after`",
-    ("DELETE", "/v1/responses/{}"): "a kept response is forgotten",
-    ("GET", "/v1/responses/{}/input_items"): "what the response answered, by pages",
-    ("POST", "/v1/responses/input_tokens"): "how many tokens a response would read",
-    (
-        "POST",
-        "/v1/responses/{}/cancel",
-    ): "**refused** by 400: a kept response is complete, and none is made in the background",
-    ("POST", "/v1/conversations"): "a conversation begins",
-    ("GET", "/v1/conversations/{}"): "a conversation",
-    ("POST", "/v1/conversations/{}"): "its `metadata` is replaced",
-    ("DELETE", "/v1/conversations/{}"): "it is forgotten; its responses stay",
-    ("GET", "/v1/conversations/{}/items"): "its items, by pages",
-    ("POST", "/v1/conversations/{}/items"): "items are added to it",
-    ("GET", "/v1/conversations/{}/items/{}"): "one item",
-    ("DELETE", "/v1/conversations/{}/items/{}"): "one item is removed",
-    ("GET", "/v1/models"): "the model that is served",
-    ("GET", "/v1/models/{}"): "the same, by its name",
-    ("POST", "/v1/messages"): "a message, whole or streamed",
-    ("POST", "/v1/messages/count_tokens"): "how many tokens a message would read",
-    ("POST", "/v1beta/models/{}:generateContent"): "a content, whole",
-    ("POST", "/v1beta/models/{}:streamGenerateContent"): "the same, streamed",
-    ("POST", "/v1beta/models/{}:countTokens"): "how many tokens contents have",
-    ("GET", "/v1beta/models"): "the model that is served",
-    ("GET", "/v1beta/models/{}"): "the same, by its name",
-    (
-        "GET",
-        "/v1beta/models/{}/operations/{}",
-    ): "**refused** by 404: nothing is made in the background",
-}
-"""What is answered, by verb and path."""
+NEVER = {("POST", "/v1/responses/{}/cancel"), ("GET", "/v1beta/models/{}/operations/{}")}
+"""What has a route that refuses every request."""
 
 INTRODUCTION = """# Methods of the SDKs
 
 *A page to look things up in.*
 
-Made by `python tools/methods.py docs/methods.md` from `openai` {openai}, `anthropic` {anthropic} and `google-genai` {google}; edit the
-sentences there.
+Made by `python tools/methods.py docs/methods.md` from `openai` {openai}, `anthropic` {anthropic} and `google-genai` {google}.
 
-Every method that asks a server is answered, or refused by status 404 (`not_offered`) with what to use instead. A `beta` method is answered as the
-one without `beta`.
+A method does the same with `beta` before it and without.
 
 ## Answered
 
-| route | what comes | methods |
-|---|---|---|
+| SDK | resources with their methods |
+|---|---|
 """
 REFUSED = """
+`conversations.update` replaces the `metadata`, and `conversations.delete` leaves its responses. [Responses](responses.md#what-is-kept) says what is kept.
+
 ## Refused
 
-All methods below a resource:
+`responses.cancel` and `operations.get` are refused, because nothing is made in the background. For these resources, with all that is below them, status 404 (`not_offered`) says why:
 
-| resources | use instead |
+| resource | use instead |
 |---|---|
 """
 
@@ -121,8 +86,15 @@ class Method:
     """Parameters are `{}`."""
 
     @property
-    def resource(self) -> str:
-        return self.name.rpartition(".")[0]
+    def plain(self) -> str:
+        """The name that the page has for it."""
+        return self.name.removeprefix("beta.").removeprefix("aio.")
+
+    @property
+    def prefixes(self) -> list[str]:
+        """The resources that it is inside of, the outermost first, and its own name."""
+        words = self.plain.split(".")
+        return [".".join(words[:count]) for count in range(1, len(words) + 1)]
 
     @property
     def example(self) -> str:
@@ -318,60 +290,48 @@ def is_answered(method: Method) -> bool:
 def page() -> str:
     """The page, as Markdown."""
     versions = {"openai": openai.__version__, "anthropic": anthropic.__version__}
+    asking = [method for method in methods() if method.verb not in (LOCAL, VERTEX)]
+    answered = [method for method in asking if is_answered(method)]
+    refused = [method for method in asking if not is_answered(method)]
     parts = [INTRODUCTION.format(**versions, google=genai.__version__)]
-    answered: dict[tuple[str, str], list[Method]] = {}
-    refused: dict[str, list[Method]] = {}
-    for method in methods():
-        if method.verb in (LOCAL, VERTEX):
-            continue
-        if is_answered(method):
-            answered.setdefault((method.verb, method.path), []).append(method)
-        else:
-            refused.setdefault(method.beginning, []).append(method)
-    for (verb, path), those in answered.items():
-        route = f"{verb} {path}".replace("{}", "…")
-        parts.append(f"| `{route}` | {WORDS[verb, path]} | {_all_of(those)} |\n")
+    parts += _rows_of_answered(answered)
     parts.append(REFUSED)
-    partly = {name for group in answered.values() for one in group for name in _beginnings(one)}
-    alike: dict[str, list[str]] = {}
-    for beginning in sorted(refused):
-        alike.setdefault(NOT_OFFERED[beginning], []).append(beginning)
-    for instead, beginnings in alike.items():
-        those = [method for beginning in beginnings for method in refused[beginning]]
-        parts.append(f"| {_resources_of(those, partly)} | {instead} |\n")
+    parts += _rows_of_refused(refused, {name for method in answered for name in method.prefixes})
     return "".join(parts)
 
 
-def _all_of(those: Sequence[Method]) -> str:
-    """The methods, by SDK and resource."""
-    named: dict[tuple[str, str], list[str]] = {}
-    for method in those:
-        named.setdefault((method.sdk, method.resource), []).append(method.name.rpartition(".")[2])
-    found: dict[str, list[str]] = {}
-    for (sdk, resource), names in named.items():
-        found.setdefault(sdk, []).append(f"`{resource}.` {', '.join(names)}")
-    return "; ".join(f"{sdk}: {'; '.join(resources)}" for sdk, resources in found.items())
+def _rows_of_answered(answered: Sequence[Method]) -> Iterator[str]:
+    """A row for each SDK."""
+    found: dict[str, dict[str, dict[str, None]]] = {}
+    for method in answered:
+        if (method.verb, method.path) not in NEVER:
+            resource, _, name = method.plain.rpartition(".")
+            found.setdefault(method.sdk, {}).setdefault(resource, {})[name] = None
+    for sdk, resources in found.items():
+        named = [f"`{resource}`: {', '.join(names)}" for resource, names in resources.items()]
+        yield f"| {sdk} | {'; '.join(named)} |\n"
 
 
-def _resources_of(those: Sequence[Method], answered: Set[str]) -> str:
-    """What is refused, by SDK: the outermost resource, or if some of that is answered the inner one,
-    or the method.
+def _rows_of_refused(refused: Sequence[Method], partly: Set[str]) -> Iterator[str]:
+    """A row for each remedy. A resource stands in the row of most of its methods, and none of them
+    is answered; what belongs to another row is named there by itself.
     """
-    found: dict[str, dict[str, None]] = {}
-    for method in those:
-        words = method.resource.split(".")
-        outermost = ".".join(words[: 2 if words[0] == "beta" else 1])
-        names = (outermost, method.resource, method.name)
-        name = next(name for name in names if f"{method.sdk} {name}" not in answered)
-        found.setdefault(method.sdk, {})[f"`{name}`"] = None
-    return "; ".join(f"{sdk}: {', '.join(resources)}" for sdk, resources in found.items())
+    remedies: dict[str, Counter[str]] = {}
+    for method in refused:
+        for name in method.prefixes:
+            remedies.setdefault(name, Counter())[_remedy(method)] += 1
+    rows: dict[str, dict[str, None]] = {}
+    for method in sorted(refused, key=lambda method: method.beginning):
+        remedy = _remedy(method)
+        fitting = [name for name in method.prefixes if name not in partly]
+        found = next(name for name in fitting if remedies[name].most_common(1)[0][0] == remedy)
+        rows.setdefault(remedy, {})[f"`{found}`"] = None
+    for remedy, names in rows.items():
+        yield f"| {', '.join(names)} | {remedy} |\n"
 
 
-def _beginnings(method: Method) -> Iterator[str]:
-    """Every resource that it is inside of, with its SDK."""
-    words = method.resource.split(".")
-    for count in range(1, len(words) + 1):
-        yield f"{method.sdk} {'.'.join(words[:count])}"
+def _remedy(method: Method) -> str:
+    return NOT_OFFERED[method.beginning].rpartition("; ")[2]
 
 
 def refused_by(method: Method) -> str:

@@ -19,18 +19,19 @@ _BATCHES = "engines batch what comes together; send each request by itself"
 _EMBEDS = "the model generates, and embeds nothing; leave that to another server"
 _FILES = "no files are kept here; write their text into the messages"
 _LIVE = "the model reads and writes text, over HTTP; POST /v1/responses with stream"
-_PICTURES = "the model reads and writes text alone; leave pictures and films to another server"
+_MEDIA = "the model reads and writes text alone; leave that to another server"
+_ONE_MODEL = "there is one model, that of the run, which no client changes"
+_SECRETS = "no secrets are kept here; the agent's own program holds them"
 _CALLS = "nobody is called here; read the stream, or wait for the answer"
 _STORES = "nothing is searched here; give the model a tool that searches in the agent's own program"
 _TRAINS = "`midflight train` trains the model that is served here"
-_SOUND = "the model reads and writes text alone; leave sound to another server"
 _JUDGED = "nothing is moderated here; judge answers in the reward of an environment"
 _MACHINES = "tools run in the agent's own program, or in the sandbox of an environment"
 
 NOT_OFFERED: Mapping[str, str] = {
     "/v1/agents": _AGENTS,
     "/v1/assistants": _AGENTS,
-    "/v1/audio": _SOUND,
+    "/v1/audio": _MEDIA,
     "/v1/batches": _BATCHES,
     "/v1/chat/completions": (
         "chats are not kept by id; POST /v1/responses keeps its answers, and a session's record "
@@ -48,22 +49,19 @@ NOT_OFFERED: Mapping[str, str] = {
     "/v1/evals": "`midflight evaluate` scores held-out tasks",
     "/v1/files": _FILES,
     "/v1/fine_tuning": _TRAINS,
-    "/v1/images": _PICTURES,
+    "/v1/images": _MEDIA,
     "/v1/live": _LIVE,
     "/v1/memory_stores": _AGENTS,
-    "/v1/messages/batches": "engines batch what comes together; send each message by itself",
-    "/v1/models/*": "there is one model, that of the run, which no client deletes",
+    "/v1/messages/batches": _BATCHES,
+    "/v1/models/*": _ONE_MODEL,
     "/v1/moderations": _JUDGED,
     "/v1/organization": _ACCOUNTS,
     "/v1/organizations": _ACCOUNTS,
     "/v1/projects": _ACCOUNTS,
     "/v1/realtime": _LIVE,
-    "/v1/responses": (
-        "answers come over HTTP, as one body or as a stream of events; POST /v1/responses"
-    ),
+    "/v1/responses": _LIVE,
     "/v1/responses/compact": (
-        "a conversation is read whole; ask the model for a summary by POST /v1/responses, and go "
-        "on from that"
+        "a conversation is read whole; ask for a summary by POST /v1/responses, and go on from that"
     ),
     "/v1/safety": _JUDGED,
     "/v1/sessions": _AGENTS,
@@ -72,9 +70,9 @@ NOT_OFFERED: Mapping[str, str] = {
     "/v1/tunnels": _MACHINES,
     "/v1/uploads": _FILES,
     "/v1/user_profiles": _ACCOUNTS,
-    "/v1/vaults": "no secrets are kept here; the agent's own program holds them",
+    "/v1/vaults": _SECRETS,
     "/v1/vector_stores": _STORES,
-    "/v1/videos": _PICTURES,
+    "/v1/videos": _MEDIA,
     "/v1/webhook_endpoints": _CALLS,
     "/v1/webhook_event_types": _CALLS,
     "/upload/v1beta/environments": _MACHINES,
@@ -86,7 +84,7 @@ NOT_OFFERED: Mapping[str, str] = {
     "/v1beta/cachedContents": (
         "engines find common prefixes by themselves; send the whole conversation as contents"
     ),
-    "/v1beta/credentials": "no secrets are kept here; the agent's own program holds them",
+    "/v1beta/credentials": _SECRETS,
     "/v1beta/decisions": _JUDGED,
     "/v1beta/environments": _MACHINES,
     "/v1beta/fileSearchStores": _STORES,
@@ -95,16 +93,16 @@ NOT_OFFERED: Mapping[str, str] = {
     "/v1beta/interactions": _AGENTS,
     "/v1beta/triggers": _AGENTS,
     "/v1beta/tunedModels": _TRAINS,
-    "/v1beta/voices": _SOUND,
+    "/v1beta/voices": _MEDIA,
     "/v1beta/webhooks": _CALLS,
     "/ws": _LIVE,
-    "/v1beta/models/*": "there is one model, that of the run, which no client changes",
+    "/v1beta/models/*": _ONE_MODEL,
     "/v1beta/models/*:embedContent": _EMBEDS,
     "/v1beta/models/*:batchEmbedContents": _EMBEDS,
     "/v1beta/models/*:asyncBatchEmbedContent": _EMBEDS,
     "/v1beta/models/*:batchGenerateContent": _BATCHES,
-    "/v1beta/models/*:predict": _PICTURES,
-    "/v1beta/models/*:predictLongRunning": _PICTURES,
+    "/v1beta/models/*:predict": _MEDIA,
+    "/v1beta/models/*:predictLongRunning": _MEDIA,
 }
 """What to do instead, by the beginning of the path. The longest beginning counts. A `*` stands for
 anything. Google's paths end in a verb, and stand for those of its version `v1` too.

@@ -31,9 +31,11 @@ SCHEDULES = {
 }
 NO_CLIPPING = 1e9
 """The norm to which gradients are scaled down if nothing asks for that."""
-SHARDING = "set trainer.ranks in the configuration of midflight.Trainer, which shards the model"
+SHARDING = "set trainer.ranks of midflight.Trainer, which shards the model"
 HARMLESS_OF_MODEL = frozenset(["attn_implementation", "use_cache", "low_cpu_mem_usage"])
 """Arguments of a model's loading that change how it is computed, not what."""
+SAMPLES = "`rollout.groups_per_step`, with `num_generations`"
+AS_THERE = "as in trl"
 
 
 class Meaning(str):
@@ -92,35 +94,29 @@ class TrainingArguments:
     """
 
     output_dir: str | None = mapped(None, "`run.folder`")
-    per_device_train_batch_size: int = mapped(
-        8, "with `gradient_accumulation_steps` and `num_generations` `rollout.groups_per_step`"
-    )
-    num_train_epochs: float = mapped(3.0, "`run.steps`, by the number of rows")
+    per_device_train_batch_size: int = mapped(8, SAMPLES)
+    num_train_epochs: float = mapped(3.0, "`run.steps`")
     max_steps: int = mapped(-1, "`run.steps`")
     learning_rate: float = mapped(5e-5, "`trainer.learning_rate`")
     lr_scheduler_type: str = mapped("linear", "`trainer.schedule`: constant, linear or cosine")
     lr_scheduler_kwargs: dict[str, Any] | str | None = refused(
         None, "schedules have no further options; choose lr_scheduler_type and warmup_steps"
     )
-    warmup_steps: float = mapped(0, "`trainer.warmup_steps`, below 1 a share of all steps")
-    optim: str = mapped("adamw_torch_fused", "the optimiser is AdamW; another one is refused")
-    optim_args: str | None = refused(
-        None, "AdamW is set by learning_rate, weight_decay and adam_beta2"
-    )
-    weight_decay: float = mapped(0.0, "`trainer.weight_decay`, on matrices alone")
+    warmup_steps: float = mapped(0, "`trainer.warmup_steps`")
+    optim: str = mapped("adamw_torch_fused", "AdamW; another one is refused")
+    optim_args: str | None = refused(None, "set learning_rate, weight_decay and adam_beta2")
+    weight_decay: float = mapped(0.0, "`trainer.weight_decay`")
     adam_beta1: float = refused(0.9, "it is 0.9 here")
     adam_beta2: float = mapped(0.999, "`trainer.adam_beta2`")
     adam_epsilon: float = refused(1e-8, "it is 1e-08 here")
     optim_target_modules: str | None = refused(
         None, "all weights are trained, or with peft_config the adapters"
     )
-    gradient_accumulation_steps: int = mapped(1, "as `per_device_train_batch_size`")
+    gradient_accumulation_steps: int = mapped(1, SAMPLES)
     average_tokens_across_devices: bool = idle(True, "denominators are of the whole batch")
-    max_grad_norm: float = mapped(1.0, "`trainer.max_grad_norm`; 0 is no limit")
-    label_smoothing_factor: float = refused(0.0, "there are no labels")
-    bf16: bool | None = mapped(
-        False, "bf16 over float32 weights is `trainer.compute_dtype`; unset it is so on a GPU"
-    )
+    max_grad_norm: float = mapped(1.0, "`trainer.max_grad_norm`")
+    label_smoothing_factor: float = refused(0.0, "there are no labels; leave it out")
+    bf16: bool | None = mapped(False, "`trainer.compute_dtype`, unset bfloat16 on a GPU")
     fp16: bool = refused(False, "float16 needs loss scaling; use bf16=True")
     bf16_full_eval: bool = refused(False, "evaluations run on the engines; set dtype")
     fp16_full_eval: bool = refused(False, "evaluations run on the engines; set dtype")
@@ -128,7 +124,7 @@ class TrainingArguments:
     activation_checkpointing: bool | None = idle(None)
     activation_checkpointing_kwargs: dict[str, Any] | str | None = idle(None)
     gradient_checkpointing: bool | None = mapped(
-        None, "`trainer.activation_checkpointing` on a GPU; the result is the same to the bit"
+        None, "`trainer.activation_checkpointing`, on a GPU"
     )
     gradient_checkpointing_kwargs: dict[str, Any] | str | None = idle(None)
     torch_compile: bool = mapped(False, "`trainer.compile`")
@@ -144,17 +140,15 @@ class TrainingArguments:
     )
     torch_empty_cache_steps: int | None = idle(None)
     auto_find_batch_size: bool = idle(False, "`trainer.micro_batch_tokens` bounds the memory")
-    logging_strategy: str = mapped("steps", "steps, epoch or no")
-    logging_steps: float = mapped(500, "logs are means over so many steps")
-    logging_first_step: bool = mapped(False, "the first step is logged too")
+    logging_strategy: str = mapped("steps", AS_THERE)
+    logging_steps: float = mapped(500, AS_THERE)
+    logging_first_step: bool = mapped(False, AS_THERE)
     log_on_each_node: bool = idle(True)
     logging_nan_inf_filter: bool = idle(True)
     include_num_input_tokens_seen: str = idle("no", "`summary.json` has the tokens")
     log_level: str = idle("passive")
     log_level_replica: str = idle("warning")
-    disable_tqdm: bool | None = mapped(
-        None, "where true the run is not shown, and logs are printed as dicts"
-    )
+    disable_tqdm: bool | None = mapped(None, AS_THERE)
     report_to: str | None = mapped(
         "none", "`observe.trackers`, which get [our names](metrics.md#names-for-dashboards)"
     )
@@ -163,12 +157,12 @@ class TrainingArguments:
     trackio_space_id: str | None = idle(None, "runs are not sent to a hub")
     trackio_bucket_id: str | None = idle(None, "runs are not sent to a hub")
     trackio_static_space_id: str | None = idle(None, "runs are not sent to a hub")
-    eval_strategy: str = mapped("no", "`evaluation.eval_every`, of the rows of `eval_dataset`")
-    eval_steps: float | None = mapped(None, "`evaluation.eval_every`; unset `logging_steps`")
+    eval_strategy: str = mapped("no", "`evaluation.eval_every`")
+    eval_steps: float | None = mapped(None, "`evaluation.eval_every`")
     eval_delay: float = idle(0)
     per_device_eval_batch_size: int = idle(8, "engines take all at once")
     prediction_loss_only: bool = idle(False)
-    eval_on_start: bool = mapped(False, "evaluations begin before the first step, always")
+    eval_on_start: bool = mapped(False, "always so")
     eval_do_concat_batches: bool = idle(True)
     eval_use_gather_object: bool = idle(False)
     eval_accumulation_steps: int | None = idle(None)
@@ -177,7 +171,7 @@ class TrainingArguments:
     save_only_model: bool = refused(
         False, "a checkpoint must be able to go on; the model alone is in the folder `model`"
     )
-    save_strategy: str = mapped("steps", "steps, epoch or no; best is refused")
+    save_strategy: str = mapped("steps", "as in trl; best is refused")
     save_steps: float = mapped(500, "`trainer.checkpoint_every`")
     save_on_each_node: bool = idle(False)
     save_total_limit: int | None = mapped(None, "`trainer.keep_checkpoints`")
@@ -194,7 +188,8 @@ class TrainingArguments:
         "the last version is exported; `midflight rollback` goes back to an earlier checkpoint",
     )
     metric_for_best_model: str | None = refused(
-        None, "no version is chosen by a metric; `state.log_history` has the metrics of all"
+        None,
+        "no version is chosen by a metric; `state.log_history` has the metrics of all versions",
     )
     greater_is_better: bool | None = idle(None)
     ignore_data_skip: bool = refused(

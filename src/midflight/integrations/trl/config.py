@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from midflight.errors import ConfigError
 from midflight.integrations.trl.arguments import (
+    AS_THERE,
     TrainingArguments,
     dtype_of_model,
     idle,
@@ -24,7 +25,7 @@ ROLLOUT_SECONDS = 3600.0
 one that hangs would hold up a step for ever.
 """
 NO_EVALUATION = (
-    "trl's own trainer has no evaluation; use GRPOTrainer, or midflight.Trainer with heldout, and "
+    "trl's own trainer has no evaluation; use GRPOTrainer, or midflight.Trainer with heldout and "
     "evaluation.eval_every"
 )
 
@@ -35,27 +36,19 @@ class SamplingArguments(TrainingArguments):
 
     learning_rate: float = mapped(1e-6, "`trainer.learning_rate`")
     gradient_checkpointing: bool | None = mapped(
-        True, "`trainer.activation_checkpointing` on a GPU; the result is the same to the bit"
+        True, "`trainer.activation_checkpointing`, on a GPU"
     )
-    bf16: bool | None = mapped(
-        None, "bf16 over float32 weights is `trainer.compute_dtype`; unset it is so on a GPU"
-    )
-    model_init_kwargs: dict[str, Any] | str | None = mapped(
-        None, "`dtype` becomes `model.dtype`; what would load another model is refused"
-    )
-    trust_remote_code: bool = refused(
-        False, "a model's own code is not run; a known architecture proves itself when it is loaded"
-    )
+    bf16: bool | None = mapped(None, "`trainer.compute_dtype`, unset bfloat16 on a GPU")
+    model_init_kwargs: dict[str, Any] | str | None = mapped(None, "`model.dtype`")
+    trust_remote_code: bool = refused(False, "a model's own code is not run; leave it out")
     router_aux_loss_coef: float | None = refused(
         None, "the load balance of a mixture is not a term of the loss here; leave it out"
     )
     num_generations: int = mapped(8, "`rollout.group_size`")
     temperature: float = mapped(1.0, "`environment.temperature`")
-    top_p: float = mapped(
-        1.0, "`environment.top_p`, trained over [what it kept](algorithms.md#truncated-sampling)"
-    )
-    top_k: int = mapped(0, "`environment.top_k`, trained over what it kept")
-    min_p: float | None = mapped(None, "`environment.min_p`, trained over what it kept")
+    top_p: float = mapped(1.0, "`environment.top_p`")
+    top_k: int = mapped(0, "`environment.top_k`")
+    min_p: float | None = mapped(None, "`environment.min_p`")
     repetition_penalty: float = refused(
         1.0,
         "it is not the policy that is sampled then; ask for it in an environment of your own, "
@@ -66,9 +59,9 @@ class SamplingArguments(TrainingArguments):
     )
     max_tool_calling_iterations: int | None = mapped(None, "`environment.max_turns`, one more")
     epsilon: float = mapped(0.2, "`objective.clip_low`")
-    epsilon_high: float | None = mapped(None, "`objective.clip_high`; unset `epsilon`")
+    epsilon_high: float | None = mapped(None, "`objective.clip_high`")
     log_completions: bool = mapped(False, "`rollout.show_every` = `logging_steps`")
-    num_completions_to_print: int | None = mapped(None, "`rollout.show_completions`; unset all")
+    num_completions_to_print: int | None = mapped(None, "`rollout.show_completions`")
 
     def environment_options(
         self, model: str, *, max_tokens: int | None, context: int | None = None
@@ -107,9 +100,11 @@ class AsyncGRPOConfig(SamplingArguments):
     """
 
     dtype: str = mapped("float32", "`model.dtype`")
-    logging_steps: float = mapped(1, "logs are means over so many steps")
+    logging_steps: float = mapped(1, AS_THERE)
     lr_scheduler_type: str = mapped("constant", "`trainer.schedule`: constant, linear or cosine")
-    ignore_data_skip: bool = refused(True, "the place in the data is kept in the run's store")
+    ignore_data_skip: bool = refused(
+        True, "the place in the data is kept in the run's store; leave it out"
+    )
     max_completion_length: int = mapped(2048, "`environment.max_tokens`")
     fork_threshold_tokens: int = idle(1024, "each conversation is a tree of tokens")
     vllm_server_base_url: str = mapped(

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from midflight.errors import ConfigError
-from midflight.integrations.trl.arguments import dtype_of_model, idle, mapped, of_steps, refused
+from midflight.integrations.trl.arguments import (
+    AS_THERE,
+    dtype_of_model,
+    idle,
+    mapped,
+    of_steps,
+    refused,
+)
 from midflight.integrations.trl.config import SamplingArguments
 from midflight.integrations.trl.losses import (
     correction_options,
@@ -39,16 +46,12 @@ class GRPOConfig(SamplingArguments):
     here, and names the one to use. `max_staleness` is no option of trl's.
     """
 
-    logging_steps: float = mapped(10, "logs are means over so many steps")
+    logging_steps: float = mapped(10, AS_THERE)
     remove_unused_columns: bool = idle(False, "reward functions get the columns that they name")
     disable_dropout: bool = idle(False, "there is no dropout")
     cast_lm_head_to_fp32: bool = idle(False, "log-probabilities are always float32")
-    num_generations_eval: int | None = mapped(
-        None, "`evaluation.suites`: answers to each held-out row; unset `num_generations`"
-    )
-    max_completion_length: int | None = mapped(
-        512, "`environment.max_tokens`, at most what the model's context holds"
-    )
+    num_generations_eval: int | None = mapped(None, "`samples` of `evaluation.suites`")
+    max_completion_length: int | None = mapped(512, "`environment.max_tokens`")
     ds3_gather_for_generation: bool = idle(True)
     shuffle_dataset: bool = mapped(True, "`shuffle` of `[[environment.sources]]`")
     pad_to_multiple_of: int | str | None = idle("auto", "rows are packed without padding")
@@ -58,9 +61,7 @@ class GRPOConfig(SamplingArguments):
     steps_per_generation: int | None = mapped(
         None, "`rollout.groups_per_step` and `trainer.updates_per_step`"
     )
-    generation_kwargs: dict[str, Any] | str | None = mapped(
-        None, "max_new_tokens, max_tokens, temperature, top_p, top_k, min_p: as the options"
-    )
+    generation_kwargs: dict[str, Any] | str | None = mapped(None, "as the options of these names")
     cache_implementation: str | None = idle(None, "engines keep keys and values by themselves")
     use_vllm: bool = mapped(False, '`engine.kind` = "vllm"; else the embedded engine')
     vllm_mode: str = mapped(
@@ -83,7 +84,7 @@ class GRPOConfig(SamplingArguments):
     vllm_tensor_parallel_size: int = mapped(1, "`engine.servers`, with colocate")
     beta: float = mapped(0.0, "`objective.kl_coefficient`")
     num_iterations: int = mapped(1, "`trainer.epochs_per_step`")
-    delta: float | None = mapped(None, "`objective.dual_clip`; above 1 + `epsilon_high`")
+    delta: float | None = mapped(None, "`objective.dual_clip`")
     sapo_temperature_neg: float = mapped(1.05, "`objective.tau_negative`")
     sapo_temperature_pos: float = mapped(1.0, "`objective.tau_positive`")
     vespo_k_pos: float = idle(2.0, "as `loss_type` vespo, which is refused")
@@ -97,10 +98,9 @@ class GRPOConfig(SamplingArguments):
     )
     scale_rewards: str = mapped(
         "group",
-        "`objective.advantage`: group is grpo, none dr_grpo, batch reinforce_pp (whose deviation "
-        "is that of rewards less the mean of their group)",
+        "`objective.advantage`: group is grpo, none dr_grpo, batch reinforce_pp",
     )
-    loss_type: str = mapped("dapo", "`objective.kind` and `objective.reduction`, below")
+    loss_type: str = mapped("dapo", "`objective.kind` and `objective.reduction`")
     mask_truncated_completions: bool = mapped(False, "`objective.mask_truncated`")
     sync_ref_model: bool = refused(
         False,
@@ -133,15 +133,13 @@ class GRPOConfig(SamplingArguments):
     vllm_importance_sampling_clip_max: float | None = mapped(
         3.0, "`correction.cap` or `correction.high`"
     )
-    vllm_importance_sampling_clip_min: float | None = mapped(
-        None, "`correction.low` of the masks; refused with the other modes"
-    )
+    vllm_importance_sampling_clip_min: float | None = mapped(None, "`correction.low`, with a mask")
     off_policy_mask_threshold: float | None = mapped(None, "`correction.opsm`")
     use_bias_correction_kl: bool = mapped(True, "`objective.kl`: unbiased, else k3")
     log_multimodal: bool = idle(True)
     log_unique_prompts: bool = idle(False)
     log_completions_hub_repo: str | None = refused(
-        None, "completions stay in the run's store; `midflight samples` shows them"
+        None, "the run's store keeps them; `midflight samples` shows completions"
     )
     use_transformers_continuous_batching: bool = idle(False, "engines always batch continuously")
     transformers_continuous_batching_config: dict[str, Any] | str | None = idle(
@@ -149,16 +147,12 @@ class GRPOConfig(SamplingArguments):
     )
     use_transformers_paged: bool = idle(False, "as `use_transformers_continuous_batching`")
     vllm_importance_sampling_cap: float | None = mapped(
-        None, "the older name of `vllm_importance_sampling_clip_max`"
+        None, "`correction.cap` or `correction.high`"
     )
     auto_find_batch_size: bool = refused(
-        False, "trl refuses it too; lower trainer.micro_batch_tokens, which bounds the memory"
+        False, "trl refuses it too; lower trainer.micro_batch_tokens"
     )
-    max_staleness: int = mapped(
-        0,
-        "`rollout.max_staleness`. No option of trl's: 0 is its synchronous loop, more lets engines "
-        "generate while the trainer trains",
-    )
+    max_staleness: int = mapped(0, "`rollout.max_staleness`")
 
     title: ClassVar[str] = "GRPOConfig"
     beyond_trl: ClassVar[frozenset[str]] = frozenset(["max_staleness"])

@@ -57,8 +57,8 @@ LOSS_TYPES: Mapping[str, LossType] = {
 }
 NOT_HERE = {
     "luspo": (
-        "it is dr_grpo with importance_sampling_level='sequence' times max_completion_length, a "
-        "factor of which AdamW takes no notice; use that"
+        "it is dr_grpo with importance_sampling_level='sequence', but for a factor that AdamW does "
+        "not notice; use that"
     ),
     "vespo": (
         "it is a loss of your own in three lines (docs/algorithms.md#a-loss-of-your-own), or "

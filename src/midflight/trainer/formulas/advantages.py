@@ -21,9 +21,10 @@ def dr_grpo_advantages(
 
         A_i = R_i - mean(R of the group of i)
 
-    Liu et al. 2025 (2503.20783), section 3: without the division by the deviation, which favours
-    tasks of little spread. A group of one has advantage 0, not its reward; so has a group of equal
-    rewards, whatever their mean rounds to.
+    A group of one has advantage 0, not its reward; so has a group of equal rewards, whatever their
+    mean rounds to.
+
+    Dr.GRPO (2503.20783), section 3. Dividing by the deviation favours tasks of little spread.
     """
     scored = rewards.isfinite()
     least, most = (
@@ -38,8 +39,9 @@ def grpo_advantages(rewards: Float[Tensor, " M"], groups: Int[Tensor, " M"]) -> 
 
         A_i = (R_i - mean) / (std + 1e-6),  std = sqrt(sum (R - mean)^2 / (n - 1))
 
-    Shao et al. 2024 (2402.03300), section 4.1.2. The deviation uses n - 1. A group of one has
-    advantage 0.
+    A group of one has advantage 0.
+
+    GRPO (2402.03300), section 4.1.2. The deviation uses n - 1.
     """
     centred = dr_grpo_advantages(rewards, groups)
     freedom = (_counts(rewards, groups) - 1).clamp(min=1)
@@ -52,8 +54,9 @@ def rloo_advantages(rewards: Float[Tensor, " M"], groups: Int[Tensor, " M"]) -> 
 
         A_i = R_i - sum_{j != i} R_j / (n - 1) = n / (n - 1) (R_i - mean)
 
-    REINFORCE leave-one-out: Ahmadian et al. 2024 (2402.14740). A group of one has no others, and
-    advantage 0.
+    A group of one has no others, and advantage 0.
+
+    REINFORCE leave-one-out (2402.14740).
     """
     n = _counts(rewards, groups)
     return dr_grpo_advantages(rewards, groups) * (n / (n - 1).clamp(min=1))[groups]
@@ -66,9 +69,10 @@ def reinforce_pp_advantages(
 
         A_i = B((R_i - mean of the group)),  B = batch_normalised
 
-    REINFORCE++ with a baseline: Hu et al. 2025 (2501.03262). A group whose rewards are all alike
-    would otherwise be lifted by a large deviation of its own. Every rollout counts once, however
-    long.
+    A group whose rewards are all alike would otherwise be lifted by a large deviation of its own.
+    Every rollout counts once, however long.
+
+    REINFORCE++ with a baseline (2501.03262).
     """
     return batch_normalised(dr_grpo_advantages(rewards, groups), counted=rewards.isfinite())
 
@@ -80,9 +84,10 @@ def maxrl_advantages(
 
         A_i = (R_i - mean) / mean;  0 where the mean is 0
 
-    MaxRL: Tajwar et al. 2026 (2602.02710), whose policy gradient is that of the log-likelihood of
-    success, to the order that the group allows: a task that is seldom solved weighs more. Rewards
-    must not be negative, or a mean near 0 would blow up its group. A group of one has advantage 0.
+    The policy gradient is that of the log-likelihood of success, to the order that the group
+    allows. A mean near 0 of negative rewards would blow up its group. A group of one has advantage 0.
+
+    MaxRL (2602.02710). A task that is seldom solved weighs more. Rewards must not be negative.
     """
     means = _means(rewards, groups)[groups]
     return torch.where(means > 0, dr_grpo_advantages(rewards, groups) / means, 0)
@@ -91,8 +96,9 @@ def maxrl_advantages(
 def rewards_as_they_are(
     rewards: Float[Tensor, " M"], groups: Int[Tensor, " M"]
 ) -> Float[Tensor, " M"]:
-    """For a critic, which makes an advantage of each token from them by `gae` (1506.02438, eq. 16):
-    nothing is compared within groups.
+    """For a critic, which makes an advantage of each token from them by `gae`.
+
+    1506.02438, eq. 16. Nothing is compared within groups.
     """
     return rewards
 

@@ -68,7 +68,7 @@ def interpolated_proximal(
 
 
 def unweighted(rho: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
-    """w = 1: nothing corrects for age."""
+    """Nothing corrects for age."""
     return torch.ones_like(rho)
 
 
@@ -77,9 +77,11 @@ def truncated_weight(rho: Float[Tensor, " T"], *, cap: float) -> Float[Tensor, "
 
         w_t = sg(min(rho_t, C))
 
-    Ionides 2008; for an engine's log-probabilities beside a trainer's, C = 2. Small ratios are kept
-    as they are: the truncation bounds the variance and costs a bias on tokens that the proximal
-    policy likes much more.
+    For an engine's log-probabilities beside a trainer's, C = 2. The truncation bounds the variance
+    and costs a bias on tokens that the proximal policy likes much more. Small ratios are kept as
+    they are.
+
+    Ionides 2008.
     """
     return rho.detach().clamp(max=cap)
 
@@ -90,7 +92,7 @@ def truncated_sequence_weight(
     """Truncated importance sampling of whole rollouts: w = min(prod rho, C) on every token of the
     rollout.
 
-    Unbiased below the cap, where the weight per token is not; its variance grows with length.
+    Unbiased below the cap, unlike tis; its variance grows with length.
     """
     return sequence_ratio(log_rho, sequence, num_sequences=num_sequences).clamp(max=cap)
 
@@ -103,8 +105,9 @@ def self_normalised(weight: Float[Tensor, " T"], *, mean: Float[Tensor, ""]) -> 
 
 
 def masked_weight(rho: Float[Tensor, " T"], *, low: float, high: float) -> Float[Tensor, " T"]:
-    """MIS, masked importance sampling: w = rho where low <= rho <= high, else 0. Usual bounds 0.5
-    and 2.
+    """w = rho where low <= rho <= high, else 0. Usual bounds 0.5 and 2.
+
+    Masked importance sampling.
     """
     rho = rho.detach()
     return torch.where((low <= rho) & (rho <= high), rho, 0.0)
@@ -118,8 +121,9 @@ def masked_sequence_weight(
     low: float,
     high: float,
 ) -> Float[Tensor, " T"]:
-    """MIS of whole rollouts: w = prod rho on every token of a rollout where it lies in [low, high],
-    else 0.
+    """w = prod rho on every token of a rollout where it lies in [low, high], else 0.
+
+    The same of whole rollouts.
     """
     return masked_weight(
         sequence_ratio(log_rho, sequence, num_sequences=num_sequences), low=low, high=high
@@ -127,8 +131,9 @@ def masked_sequence_weight(
 
 
 def icepop_weight(rho: Float[Tensor, " T"], *, low: float, high: float) -> Float[Tensor, " T"]:
-    """IcePop (2510.18855): w = rho where low <= rho <= high, else 0. `masked_weight` under its own
-    name; usual bounds 0.5 and 5.
+    """`masked_weight` under its own name; usual bounds 0.5 and 5.
+
+    IcePop (2510.18855).
     """
     return masked_weight(rho, low=low, high=high)
 
@@ -155,8 +160,9 @@ def k3(log_rho: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
 
 
 def k3_mask(log_rho: Float[Tensor, " T"], *, bound: float) -> Bool[Tensor, " T"]:
-    """Keeps tokens whose k3 is at most the bound, usually 0.001 to 0.01 (Schulman 2020). Stricter on
-    large ratios than on small ones.
+    """Keeps tokens whose k3 is at most the bound. Stricter on large ratios than on small ones.
+
+    Schulman 2020. Usual bounds 0.001 to 0.01.
     """
     return k3(log_rho.detach()) <= bound
 
@@ -171,8 +177,9 @@ def geometric_mask(
 ) -> Bool[Tensor, " T"]:
     """Keeps rollouts whose geometric mean ratio is near 1: low <= exp(mean log rho) <= high.
 
-    2512.23075. Usual bounds 0.99 and 1.01, as narrow as 0.999 and 1.001. Unlike the product it does
-    not depend on length.
+    Unlike the product it does not depend on length.
+
+    2512.23075. Usual bounds 0.99 and 1.01, as narrow as 0.999 and 1.001.
     """
     mean = reductions.means(log_rho.detach(), sequence, num_sequences=num_sequences).exp()
     return ((low <= mean) & (mean <= high))[sequence]
@@ -188,7 +195,10 @@ def product_mask(
 ) -> Bool[Tensor, " T"]:
     """Keeps rollouts whose product of ratios has low <= prod rho <= high, and weighs them by
     nothing: `masked_sequence_weight` without its weight. The product wanders farther the longer a
-    rollout is, so bounds are wide, 0.1 and 10 or more."""
+    rollout is.
+
+    Usual bounds 0.1 and 10, or wider.
+    """
     product = sequence_ratio(log_rho, sequence, num_sequences=num_sequences)
     return (low <= product) & (product <= high)
 
@@ -201,8 +211,9 @@ def veto_mask(
     low: float,
     high: float,
 ) -> Bool[Tensor, " T"]:
-    """Keeps rollouts all of whose tokens have low <= rho <= high. Usual bounds 1e-4 and 100: only
-    catastrophes are dropped.
+    """Keeps rollouts all of whose tokens have low <= rho <= high: only catastrophes are dropped.
+
+    Usual bounds 1e-4 and 100.
     """
     rho = log_rho.detach().exp()
     outside = ((rho < low) | (rho > high)).to(rho.dtype)
@@ -213,9 +224,11 @@ def m2po_mask(all_log_rho: Float[Tensor, " T"], *, bound: float) -> Bool[Tensor,
     """Drops the tokens of largest log^2 rho until the mean of the rest is below the bound.
     `all_log_rho` is that of the whole batch.
 
-    M2PO (2510.01161), usual bound 0.04; there on pi_theta / mu, which rho is at the first update of
-    a step. Tokens equal to the smallest that is dropped go with it, so that the answer does not
-    depend on the order of tokens.
+    Tokens equal to the smallest that is dropped go with it, so that the answer does not depend on
+    the order of tokens. In the paper the ratio is pi_theta / mu, which rho is at the first update
+    of a step.
+
+    M2PO (2510.01161). Usual bound 0.04.
     """
     squared = all_log_rho.detach().double() ** 2
     # numpy adds up in one order; on a GPU torch has no such running sum of floats.
@@ -241,8 +254,10 @@ def opsm_mask(
 
         drop iff A < 0 and mean(log mu - log pi_theta) > bound
 
-    DeepSeek-V3.2 (2512.02556), section 3.1. `log_inverse` is log(mu / pi_theta): a distance in nats
-    per token, the one place where a bound is not on rho.
+    `log_inverse` is log(mu / pi_theta): a distance in nats per token, the one place where a bound
+    is not on rho.
+
+    DeepSeek-V3.2 (2512.02556), section 3.1.
     """
     distance = reductions.means(log_inverse.detach(), sequence, num_sequences=num_sequences)
     return ~((advantage < 0) & (distance > bound)[sequence])

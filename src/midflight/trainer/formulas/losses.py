@@ -41,9 +41,10 @@ def ppo(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> Float[Tensor, " T"]:
-    """PPO (1707.06347, eq. 7; decoupled 2110.00641; clip-higher 2503.14476, eq. 10):
-    `clipped_surrogate`, and `dual_clipped` where a ceiling is given (1912.09729, eq. 5): it bounds
-    the loss of a token with A < 0 by -c A.
+    """`clipped_surrogate`, and `dual_clipped` where a ceiling is given.
+
+    PPO (1707.06347), eq. 7; decoupled 2110.00641; clip-higher 2503.14476, eq. 10; dual clip
+    1912.09729, eq. 5.
     """
     loss = clipped_surrogate(ratio, advantage, clip_low=clip_low, clip_high=clip_high)
     return loss if dual_clip is None else dual_clipped(loss, advantage, ceiling=dual_clip)
@@ -91,9 +92,11 @@ def cispo(
 
         L_t = -sg(clip(R_t, 1 - clip_low, 1 + clip_high)) A_t log pi_theta
 
-    MiniMax-M1 (2506.13585), eq. 4 and 5; ScaleRL (2510.13786). The usual range of R, [0, 5], is
-    clip_low 1 and clip_high 4. On the ratio to the proximal policy this is the decoupled form; with
-    `correction.weight = "off"` it is verl's.
+    The usual range of R, [0, 5], is clip_low 1 and clip_high 4. On the ratio to the proximal policy
+    this is the decoupled form.
+
+    MiniMax-M1 (2506.13585), eq. 4 and 5; ScaleRL (2510.13786). With r and `correction.weight =
+    "off"` it is verl's.
     """
     return -ratio.detach().clamp(1 - clip_low, 1 + clip_high) * advantage * policy
 
@@ -107,11 +110,11 @@ def rollout_is(
     clip_high: float,
 ) -> Float[Tensor, " T"]:
     """Importance-weighted policy gradient on tokens whose ratio is near 1, and none on the others
-    (`cispo` clips those).
+    (`cispo` clips those), whichever sign the advantage has.
 
         L_t = -sg(R_t [1 - clip_low < R_t < 1 + clip_high]) A_t log pi_theta
 
-    2602.15763. Either sign of the advantage loses its gradient outside, unlike `clipped_surrogate`.
+    2602.15763.
     """
     ratio = ratio.detach()
     inside = (1 - clip_low < ratio) & (ratio < 1 + clip_high)
@@ -135,8 +138,9 @@ def sapo(
         L_t = -(4 / tau) sigmoid(tau (r_t - 1)) A_t
         tau = tau_positive where A_t > 0, else tau_negative
 
-    SAPO (2511.20347). At r = 1 the gradient is that of r A; a larger tau lets it fade sooner.
-    Usual: 1.0 and 1.05.
+    At r = 1 the gradient is that of r A; a larger tau lets it fade sooner. Usual: 1.0 and 1.05.
+
+    SAPO (2511.20347).
     """
     positive = 4 / tau_positive * torch.sigmoid(tau_positive * (ratio - 1))
     negative = 4 / tau_negative * torch.sigmoid(tau_negative * (ratio - 1))
@@ -173,7 +177,9 @@ def gspo(
     clip_high: float,
 ) -> Float[Tensor, " T"]:
     """`clipped_surrogate` of the `attached_ratio`, for a mean over each rollout; usual clips 3e-4
-    and 4e-4. GSPO (2507.18071), eq. 7 and 14.
+    and 4e-4.
+
+    GSPO (2507.18071), eq. 7 and 14.
     """
     return clipped_surrogate(
         attached_ratio(policy, sequence_log_ratio),
@@ -225,8 +231,10 @@ def gmpo(
         L_t = -A g c_t / sg(c_t),  g = mean_ratio
         c_t = clip(r_t, e^-clip_low, e^clip_high) on the pessimistic side
 
-    GMPO (2507.20673): the mean over a rollout is -A prod_t c_t^(1/n), in value and gradient.
-    `mean_ratio` comes from `geometric_mean_ratio`. Clips are in logarithms, usual 0.4 and 0.4.
+    The mean over a rollout is -A prod_t c_t^(1/n), in value and gradient. `mean_ratio` comes from
+    `geometric_mean_ratio`. Clips are in logarithms, usual 0.4 and 0.4.
+
+    GMPO (2507.20673).
     """
     clipped = _clip_logarithm(log_ratio, advantage, clip_low=clip_low, clip_high=clip_high)
     return -mean_ratio.detach() * (clipped - clipped.detach()).exp() * advantage
@@ -265,8 +273,9 @@ def topr(
 
         L_t = -w A_t log pi_theta,  w = 1 where A_t > 0, else sg(clip(R_seq, 0, 1))
 
-    TOPR (2503.14286). `sequence_ratio` is the product of R over the rollout, on each of its tokens.
-    The paper sums over the tokens of a rollout; the reduction decides here.
+    `sequence_ratio` is the product of R over the rollout, on each of its tokens.
+
+    TOPR (2503.14286). The paper sums over the tokens of a rollout; here the reduction decides.
     """
     weight = torch.where(advantage > 0, 1.0, sequence_ratio.detach().clamp(0, 1))
     return -weight * advantage * policy
@@ -283,9 +292,10 @@ def mirror_descent(
 
         L_t = -A_t log pi_theta + tau / 2 log^2 R_t
 
-    Kimi k1.5 (2501.12599), eq. 3, with A the reward minus its group's mean and `log_ratio` = log R
-    with its gradient; usual tau 0.1. The paper squares the sum over a rollout, we square each
-    token: no token answers for the others' drift.
+    A is the reward minus its group's mean, and `log_ratio` log R with its gradient; usual tau 0.1.
+    No token answers for the others' drift.
+
+    Kimi k1.5 (2501.12599), eq. 3. The paper squares the sum over a rollout, we square each token.
     """
     return -advantage * policy + tau / 2 * log_ratio**2
 
@@ -304,8 +314,9 @@ def dppo_tv(
         L_t = -sg(min(R_t, cap) M_t) A_t log pi_theta
         M_t = [p_theta - p_b <= delta] where A_t > 0, else [p_theta - p_b >= -delta]
 
-    DPPO with the binary total variation (2602.04879); usual delta 0.2 and cap 20. The gradient is
-    that of R A, where a token is kept.
+    Usual delta 0.2 and cap 20. The gradient is that of R A, where a token is kept.
+
+    DPPO with the binary total variation (2602.04879).
     """
     below, above = dppo_clipped(policy, behaviour, advantage=advantage, delta=delta)
     return _weighted_within(policy, behaviour, advantage=advantage, kept=~(below | above), cap=cap)
@@ -338,8 +349,7 @@ def ipo(
 
         L_t = -sg(min(R_t, cap) [|p_theta - p_b| <= delta]) A_t log pi_theta
 
-    IPO of Prime Intellect's prime-rl, which has no paper: threshold 0.1, the ratio not capped, and
-    beside it 0.001 log^2 R (`squared_log_ratio`).
+    IPO of prime-rl, without a paper; there R has no cap, and `behaviour_coefficient` is 0.001.
     """
     below, above = ipo_clipped(policy, behaviour, delta=delta)
     return _weighted_within(policy, behaviour, advantage=advantage, kept=~(below | above), cap=cap)
@@ -399,8 +409,9 @@ def clip_cov(
     clip_low: float,
     clip_high: float,
 ) -> Float[Tensor, " T"]:
-    """The clipped surrogate, and 0 on the tokens that `largest_covariance` selected. Clip-Cov
-    (2505.22617), there with a band from 1 to 5.
+    """The clipped surrogate, and 0 on the tokens that `largest_covariance` selected.
+
+    Clip-Cov (2505.22617), there with a band from 1 to 5.
     """
     return clipped_surrogate(ratio, advantage, clip_low=clip_low, clip_high=clip_high).masked_fill(
         selected, 0
@@ -418,8 +429,10 @@ def kl_cov(
 
         L_t = -r_t A_t + beta |log r_t| where selected
 
-    KL-Cov (2505.22617); like its authors' code we estimate the divergence by |log r|, whose
-    gradient is 0 at r = 1. `log_ratio` is log r with its gradient; usual penalty beta 1.
+    `log_ratio` is log r with its gradient; usual penalty beta 1. Like the authors' code we estimate
+    the divergence by |log r|.
+
+    KL-Cov (2505.22617). The gradient of the penalty is 0 at r = 1.
     """
     return -log_ratio.exp() * advantage + torch.where(selected, penalty * log_ratio.abs(), 0.0)
 
@@ -433,32 +446,43 @@ def kl_cov(
 def k1_divergence(
     policy: Float[Tensor, " T"], reference: Float[Tensor, " T"]
 ) -> Float[Tensor, " T"]:
-    """log(pi / pi_ref), in nats: an unbiased value of either sign. Schulman 2020. Its gradient is
-    that of log pi alone, which on policy is 0 in expectation: it pulls nowhere. It is the right one
-    to read; to learn from, `k2_divergence` has what k1 in the reward has."""
+    """log(pi / pi_ref), in nats. Its gradient is that of log pi alone, which on policy is 0 in
+    expectation. `k2_divergence` has the gradient that k1 in the reward has.
+
+    Schulman 2020. Unbiased, of either sign. On policy it pulls nowhere: read it, learn from k2.
+    """
     return corrections.log_ratio(policy, reference)
 
 
 def abs_k1_divergence(
     policy: Float[Tensor, " T"], reference: Float[Tensor, " T"]
 ) -> Float[Tensor, " T"]:
-    """|log(pi / pi_ref)|, in nats: a pull to the reference of the same strength near and far; its
-    gradient is +-1, and 0 at the reference. `abs` in verl."""
+    """|log(pi / pi_ref)|, in nats: a pull to the reference of the same strength near and far. Its
+    gradient is +-1, and 0 at the reference.
+
+    `abs` in verl.
+    """
     return corrections.log_ratio(policy, reference).abs()
 
 
 def k2_divergence(
     policy: Float[Tensor, " T"], reference: Float[Tensor, " T"]
 ) -> Float[Tensor, " T"]:
-    """Half the square of k1: a biased value, and on policy the right gradient. Schulman 2020."""
+    """Half the square of k1.
+
+    Schulman 2020. Biased, and on policy with the right gradient.
+    """
     return corrections.log_ratio(policy, reference) ** 2 / 2
 
 
 def k3_divergence(
     policy: Float[Tensor, " T"], reference: Float[Tensor, " T"]
 ) -> Float[Tensor, " T"]:
-    """exp(-k1) - 1 + k1: an unbiased value, never negative. Schulman 2020; GRPO (2402.03300), eq.
-    4. Its gradient is that of KL(reference, policy)."""
+    """exp(-k1) - 1 + k1.
+
+    Schulman 2020; GRPO (2402.03300), eq. 4. Unbiased, never negative. Its gradient is that of
+    KL(reference, policy).
+    """
     found = corrections.log_ratio(policy, reference)
     return (-found).exp() - 1 + found
 
@@ -466,12 +490,11 @@ def k3_divergence(
 def unbiased_divergence(
     policy: Float[Tensor, " T"], reference: Float[Tensor, " T"], *, behaviour: Float[Tensor, " T"]
 ) -> Float[Tensor, " T"]:
-    """k3 weighted by R = pi_theta / behaviour, whose gradient counts too: value and gradient are
-    unbiased, off policy as well.
+    """k3 weighted by R = pi_theta / behaviour, whose gradient counts too.
 
         R_t k3(pi_theta, pi_ref)
 
-    DeepSeek-V3.2 (2512.02556), eq. 7.
+    DeepSeek-V3.2 (2512.02556), eq. 7. Value and gradient are unbiased, off policy too.
     """
     return corrections.log_ratio(policy, behaviour).exp() * k3_divergence(policy, reference)
 

@@ -48,8 +48,9 @@ def maxima(
 
 
 def token_mean(loss: Float[Tensor, " T"], *, num_tokens: int) -> Float[Tensor, ""]:
-    """Sum over tokens / tokens of the batch. DAPO (2503.14476), eq. 8: every token weighs the
-    same.
+    """Sum over tokens / tokens of the batch.
+
+    DAPO (2503.14476), eq. 8. Every token weighs the same.
     """
     return loss.sum() / num_tokens
 
@@ -61,17 +62,19 @@ def sequence_mean(
     tokens_of_rollout: Int[Tensor, " M"],
     num_rollouts: int,
 ) -> Float[Tensor, ""]:
-    """Mean over the tokens of a rollout, then over rollouts. GRPO (2402.03300), eq. 3: every
-    rollout weighs the same.
+    """Mean over the tokens of a rollout, then over rollouts.
 
     `tokens_of_rollout` counts all tokens of each rollout in the batch, in whatever rows and
     micro-batches they lie; `num_rollouts` counts the rollouts that have any.
+
+    GRPO (2402.03300), eq. 3. Every rollout weighs the same.
     """
     return (loss / tokens_of_rollout[rollout]).sum() / num_rollouts
 
 
 def constant(loss: Float[Tensor, " T"], *, num_rollouts: int, length: int) -> Float[Tensor, ""]:
-    """Sum over tokens / a constant length, then mean over rollouts. Dr.GRPO (2503.20783): long
-    answers weigh more.
+    """Sum over tokens / a constant length, then mean over rollouts.
+
+    Dr.GRPO (2503.20783). Long answers weigh more.
     """
     return loss.sum() / (num_rollouts * length)
