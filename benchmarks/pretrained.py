@@ -87,6 +87,17 @@ TABLES = {
         *(age(max_staleness, UNCORRECTED) for max_staleness in STALENESS),
     ),
 }
+ON_PAGE = {
+    "tasks": (
+        "before the warm start",
+        "held out before",
+        "after",
+        "minutes",
+        "rollouts of several versions",
+    ),
+    "ages": ("after", "age: mean"),
+}
+"""The columns of each table that its readers decide by; the command prints all of them."""
 
 
 def main() -> None:
@@ -139,7 +150,9 @@ def write_docs(table: str, outcomes: Sequence[Outcome], docs: Path) -> None:
     picture.
     """
     picture = Path("images") / f"pretrained-{table}.svg"
-    rows = table_of(outcomes, columns_of(outcomes))
+    columns = columns_of(outcomes)
+    shown_columns = {name: cell for name, cell in columns.items() if name in ON_PAGE[table]}
+    rows = table_of(outcomes, shown_columns)
     shown = f"![Held-out score and reward over time]({picture})\n\n{rows}"
     replace_between(docs / "pretrained.md", table, shown)
     write_picture(outcomes, docs / picture)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -36,33 +37,35 @@ INTRODUCTION = """# Fields of requests
 
 *A page to look things up in.*
 
-Made from the code by `python tools/fields.py docs/fields.md`; edit the sentences there. [gateway.md](gateway.md) says what all routes have
-in common. A field that is in none of these tables is passed over, and the answer's head names it; one that is close to a sampling parameter is
-refused. `GET /openapi.json` has the types.
+Made from the code by `python tools/fields.py docs/fields.md`; edit the sentences there. [gateway.md](gateway.md) says what all routes have in common, and `GET /openapi.json` has the types. `model` must be the name of the served model, else the answer is 404. In Google's API the address names it. A field that is not on this page is passed over, or refused if its name is close to a sampling parameter's.
 """
 SAMPLING = """
 ## Sampling, in every dialect
 
-Google's names are in `generationConfig`. The native names are in `sampling_params`, and take `json_schema`, `regex` and `ebnf` for [grammars](gateway.md#grammars). What shapes the
-distribution keeps its turn out of the loss, but for truncation on the embedded engine
-([truncated sampling](algorithms.md#truncated-sampling)). What an engine must be able to do is refused where one cannot.
+Names in camel case are Google's, in `generationConfig`; native ones are in `sampling_params`. *Masked* means that another value than the default keeps the turn out of the loss. What *truncates* does so on [some engines](algorithms.md#truncated-sampling). Where an engine [lacks](engines.md#what-each-kind-can) {features}, these are refused.
 
-| chats, completions, responses | messages | contents | native | values | default | shapes the distribution | asks of the engine | |
-|---|---|---|---|---|---|---|---|---|
+| field | values; **default** |
+|---|---|
 """
 NOTES: Mapping[str, str] = {
-    "temperature": "0 is greedy; from 0.0001 on",
+    "temperature": "0 is greedy, more begins at 0.0001",
     "top_k": "0 and -1 keep all tokens",
-    "repetition_penalty": "1 is none",
     "logit_bias": "token id to -100 to 100; 300 ids at most",
     "seed": "choice k has seed + k; refused where an engine honours none",
     "stop": "16 strings at most; never shown, not even in part",
+    "stop_token_ids": "token ids",
     "max_tokens": (
-        "default: the room in the context, 16 in completions, 128 native; more than the "
-        "room is lowered to it (`x-midflight-clamped`), or refused with `gateway.strict`; "
-        "`max_tokens`, `max_completion_tokens` and `max_output_tokens` are below"
+        "**the room in the context, in completions 16, native 128**; more than the room is lowered "
+        "to it (`x-midflight-clamped`), or refused with `gateway.strict`"
     ),
 }
+DIALECTS = {Api.OPENAI: "", Api.ANTHROPIC: "in messages ", Api.GOOGLE: "", Api.NATIVE: "native "}
+"""The words before a name that another dialect has not."""
+MAX_TOKENS = (
+    "`max_tokens`, in chats also `max_completion_tokens`, in responses `max_output_tokens`, "
+    "`maxOutputTokens`, native `max_new_tokens`"
+)
+"""The names of a limit that each of OpenAI's routes reads in its own way."""
 GRAMMARS = {
     "response_format",
     "structured_outputs",
@@ -74,93 +77,83 @@ GRAMMARS = {
     "regex",
     "ebnf",
 }
-EVERYWHERE = {
-    "model": "the name of the served model; another is 404",
-    "n": "choices, numbered prompt by prompt; 1024 in all",
+KINDS = ("sampling", "grammars")
+"""Words for fields that have a place of their own on the page, or on the gateway's."""
+WITHOUT_A_ROW = {"model", "n", "max_output_tokens"}
+"""Fields that the head of the page, the table of sampling or the gateway's page explains."""
+GENERATE_CONTENT = "/v1beta/models/{model}:generateContent"
+TABLES: Mapping[str, str] = {
+    "/v1/messages/count_tokens": "/v1/messages",
+    "/v1beta/models/{model}:streamGenerateContent": GENERATE_CONTENT,
+    "/v1beta/models/{model}:countTokens": GENERATE_CONTENT,
 }
+"""The routes whose fields are in the table of another one."""
 SENTENCES: Mapping[str, Mapping[str, str]] = {
     "/v1/chat/completions": {
         "messages": "[roles and parts](gateway.md#chat-completions)",
-        "max_tokens, max_completion_tokens": (
-            "one thing under two names; two different values are "
-            "refused. Default: all the room there is."
-        ),
-        "logprobs, top_logprobs": (
-            "0 to 20 alternatives; `top_logprobs` without `logprobs` is refused"
+        "max_tokens, max_completion_tokens": "one limit; two different values are refused",
+        (
+            "response_format, structured_outputs, guided_json, guided_regex, guided_choice, "
+            "guided_grammar"
+        ): "one of them: a [grammar](gateway.md#grammars)",
+        "logprobs, top_logprobs": "the second, 0 to 20 alternatives, only with the first",
+        "prompt_logprobs": (
+            "0 to 20 alternatives for each token of the prompt, if the engine can score prompts"
         ),
         "tools": (
-            "type `function`, 1024 at most, a name of 1 to 64 letters (A-Z, a-z, "
-            "0-9, `_`, `-`) that no other has, parameters that are a schema of an object. Calls "
-            "of a request with a `strict` tool, or with one required, are sampled [under the "
-            "tools' schemas](tools.md#forced-calls). Type `custom` is a function of one text, "
-            "[told as such](tools.md); other types are left out."
+            "1024 at most, of type `function` or `custom` (a function of one text); other types are "
+            "left out. A name is unique and has 1 to 64 letters (A-Z, a-z, 0-9, `_`, `-`); "
+            "`parameters` are a schema of an object. `strict` makes calls [follow "
+            "it](tools.md#forced-calls)"
         ),
         "tool_choice": (
-            "`none`, `auto`, `required` or one function; `auto` where there are tools. "
-            "Of `allowed_tools` only those named are in the prompt. With `none` the tools stay in "
-            "the prompt, and what looks like a call is content."
-        ),
-        "prompt_logprobs": (
-            "0 to 20 alternatives: how likely each token of the prompt is. Asks of "
-            "the engine to score prompts"
+            "`none`, `auto`, `required`, one function, or `allowed_tools`: only those are in the "
+            "prompt. With `none` tools stay in the prompt, and what looks like a call is content"
         ),
         "parallel_tool_calls": "`false` ends the answer with its first call",
         "chat_template_kwargs": (
-            "handed to the model's template. Names that the gateway "
-            "fills in (`messages`, `tools`, `add_generation_prompt`, `bos_token` and the like) are "
-            "refused."
+            "options of the model's template; names that the gateway fills in, such as `messages`, "
+            "are refused"
         ),
         "reasoning_effort": (
-            "`none`, `minimal`, `low`, `medium`, `high`, `xhigh` or `max`: handed to the model's "
-            "template under this name"
+            "an option of the template: `none`, `minimal`, `low`, `medium`, `high`, `xhigh`, `max`"
         ),
         "verbosity, enable_thinking, thinking, reasoning": (
-            "as the template's options "
-            "`verbosity`, "
-            "`enable_thinking` and `reasoning_effort`: `thinking` is true, false, or an object "
-            "with the `type` `enabled` or `disabled`, `reasoning` one with `effort` and "
-            "`enabled`. `chat_template_kwargs` goes before them"
+            "options of the template too: `thinking` is true, false, or has the `type` `enabled` or "
+            "`disabled`; `reasoning` has `effort` and `enabled`"
         ),
         "continue_final_message, add_generation_prompt": (
-            "the first true: the answer goes on with "
-            "the text of the last message, an assistant's, and holds what is new; the second "
-            "false: the prompt ends with the last message. Neither is ever trained"
+            "the first true: the answer goes on with the last message's text; the second false: the "
+            "prompt ends with the last message. Neither is ever trained"
         ),
-        "stream": "honoured",
-        "stream_options": (
-            "`include_usage` and `continuous_usage_stats` are honoured; "
-            "`include_obfuscation` is ignored, since frames are not padded"
+        "stream, stream_options": (
+            "`include_usage` and `continuous_usage_stats` are honoured; `include_obfuscation` is ignored"
         ),
-        "return_token_ids": ("`prompt_token_ids`, `token_ids` and `weight_versions` in the answer"),
-        "return_tokens_as_token_ids": ("names in log-probabilities are `token_id:` and the number"),
+        "return_token_ids": "adds `prompt_token_ids`, `token_ids` and `weight_versions`",
+        "return_tokens_as_token_ids": "tokens in log-probabilities are `token_id:` and the number",
     },
     "/v1/completions": {
-        "prompt": "a text, a list of texts, token ids, or a list of lists of token ids",
-        "max_tokens": "16 where nobody says; 0 with `echo` or `prompt_logprobs` only",
-        "logprobs": (
-            "0 to 20: the four parallel lists. With alternatives, each entry "
-            "holds the sampled token too."
-        ),
-        "echo": "the prompt before the answer, with `logprobs` its tokens too",
-        "prompt_logprobs": (
-            "0 to 20 alternatives: how likely each token of the prompt "
-            "is. Asks of the engine to score prompts, as `echo` with `logprobs` does"
+        "prompt": "a text, token ids, or a list of either",
+        "max_tokens": "0 only with `echo` or `prompt_logprobs`",
+        "logprobs": "0 to 20 alternatives, and the sampled token: the four parallel lists",
+        "echo": (
+            "the prompt before the answer; with `logprobs` it is scored, as for `prompt_logprobs`"
         ),
         "best_of": "refused unless it is `n`",
-        "suffix": "refused: write the text to fill in into the prompt",
-        "stream, stream_options, return_token_ids, return_tokens_as_token_ids": "as in chats",
+        (
+            "sampling, grammars, prompt_logprobs, stream, stream_options, return_token_ids, "
+            "return_tokens_as_token_ids"
+        ): "as in chats",
     },
     "/generate": {
         "text, input_ids": "exactly one of them, one prompt or a list",
-        "sampling_params": "the same for all prompts; a list is refused",
-        "rid": (
-            "the name by which the request can be aborted; with several answers, "
-            "each "
-            "appends its number. A list is refused."
+        "sampling_params": (
+            "for all prompts; also `n`, and for [grammars](gateway.md#grammars) `json_schema`, "
+            "`regex` and `ebnf`"
         ),
-        "return_logprob": "`output_token_logprobs`",
-        "top_logprobs_num": (
-            "0 to 20: `output_top_logprobs`; without `return_logprob` it is refused"
+        "rid": "names the request for an abort; of several answers each appends its number",
+        "return_logprob, top_logprobs_num": (
+            "`output_token_logprobs`, and with these 0 to 20 `output_top_logprobs`"
         ),
         "return_text_in_logprobs": "honoured",
         "skip_special_tokens, no_stop_trim": (
@@ -170,224 +163,185 @@ SENTENCES: Mapping[str, Mapping[str, str]] = {
             "in `sampling_params`: the first changes nothing, the second must be empty"
         ),
         "logprob_start_len": (
-            "honoured from 0 on, with `return_logprob`: `input_token_logprobs` "
-            "from there; asks of the engine to score prompts. -1 is none"
+            "from 0 on, with `return_logprob`: `input_token_logprobs` from there, if the engine can "
+            "score prompts; -1 is none"
         ),
-        "stream": "honoured; each frame says all so far",
+        "stream": "each frame says all so far",
     },
     "/inference/v1/generate": {
         "token_ids": "one prompt",
         "sampling_params": (
-            "under the names of chats, with `n`, `max_tokens` (default: "
-            "all the room there is), `logprobs`, `prompt_logprobs` and `structured_outputs`. What "
-            "is about text is ignored"
+            "under the names of chats, with `n`, `max_tokens`, `logprobs`, `prompt_logprobs` and "
+            "`structured_outputs`; what is about text is ignored"
         ),
-        "request_id": "the name by which the request can be aborted",
-        "return_token_ids": "`prompt_token_ids`",
+        "request_id": "names the request for an abort",
+        "return_token_ids": "adds `prompt_token_ids`",
         "output_mode": "`tokens` only",
         "stream, stream_options": "as in chats",
     },
     "/v1/responses": {
-        "model, input, instructions": "read",
-        "max_output_tokens, temperature, top_p": "read; default: the session's",
-        (
-            "seed, stop, stop_token_ids, top_k, min_p, min_tokens, ignore_eos, frequency_penalty, "
-            "presence_penalty, repetition_penalty, logit_bias"
-        ): ("[as in chats](gateway.md#sampling-in-every-dialect)"),
-        "structured_outputs, guided_json, guided_regex, guided_choice, guided_grammar": (
-            "as in chats; one of them, or `text.format`"
-        ),
-        "return_token_ids": (
-            "the finished response has `prompt_token_ids`, `token_ids` and `weight_versions`"
-        ),
-        "return_tokens_as_token_ids": "as in chats",
+        "input, instructions": "[items](responses.md#input)",
         "tools": (
-            "types `function` and `custom`, whose calls come back as `custom_tool_call`; "
-            "`strict` as in chats. Other types are left out."
+            "as in chats, and of type `namespace`; `custom` calls come back as `custom_tool_call`"
         ),
         "tool_choice": (
-            '`none`, `auto`, `required`, `{"type": "function", "name": ...}`, the same '
-            "of a `custom` tool, `allowed_tools`; others are refused"
+            'as in chats; a function is `{"type": "function", "name": ...}`, a `custom` tool alike'
         ),
-        "parallel_tool_calls": "false ends the answer with its first call",
         "text.format": (
-            "`text`, `json_object`, `json_schema`: what the answer must match; [with "
-            "tools](gateway.md#chat-completions) it may be calls instead."
+            "`text`, `json_object` or `json_schema`, instead of a grammar as in chats; [with "
+            "tools](gateway.md#chat-completions) the answer may be calls instead"
         ),
-        "text.verbosity": "given to the chat template as `verbosity`",
-        "reasoning.effort": ("given to the chat template as `reasoning_effort`"),
-        "reasoning.summary": (
-            "the reasoning is told in full, as the item's `content`; `summary` stays empty"
+        "text.verbosity, reasoning.effort": (
+            "the template's options `verbosity` and `reasoning_effort`"
         ),
-        "chat_template_kwargs, enable_thinking": (
-            "names for the template, such as `enable_thinking`, which may also stand alone"
-        ),
+        "reasoning.summary": "stays empty: `content` has all of the reasoning",
         "include": (
-            "`message.output_text.logprobs`, and `reasoning.encrypted_content`, which "
-            "changes nothing; others are passed over"
+            "`message.output_text.logprobs`; `reasoning.encrypted_content` changes nothing; others "
+            "are passed over"
         ),
         "top_logprobs": "0 to 20 alternatives; asks for log-probabilities too",
-        "stream, stream_options": "read; frames are not padded",
         "truncation": "`auto` is passed over: an input that does not fit is refused",
         "previous_response_id, conversation": (
-            "what the request goes on from: a response or a "
-            "conversation [that the session keeps](responses.md); another is 404"
+            "what the request goes on from, if it [is kept](responses.md#what-is-kept); else 404"
         ),
         "store": "`false`: the response is not kept",
-        "prompt, background": (
-            "refused: there are no stored prompts, and a response is kept when "
-            "it is whole; `background: false` is none"
+        "metadata, user, safety_identifier, prompt_cache_key": "given back, otherwise ignored",
+        "prompt, background, n, response_format": (
+            "refused, with what to send instead; `background` may be false, `n` 1"
         ),
-        "metadata, user, safety_identifier, prompt_cache_key": "given back, and otherwise ignored",
-        "prompt_cache_options, max_tool_calls": "no effect",
-        "n, response_format": "refused, with what to send instead; `n` may be 1",
+        (
+            "sampling, grammars, parallel_tool_calls, chat_template_kwargs, enable_thinking, stream, "
+            "stream_options, return_token_ids, return_tokens_as_token_ids"
+        ): "as in chats",
     },
     "/v1/messages": {
-        "model": "must be the name of the served model",
-        "max_tokens": (
-            "required, 1 or more; bounds thinking and text together; more than the room "
-            "is lowered to it"
-        ),
-        "messages": (
-            "roles `user`, `assistant`, `system`; see [blocks](messages.md#messages). "
-            "Where the last is the assistant's, the answer goes on with its text and holds what "
-            "is new; that text is never trained"
-        ),
-        "system": "a text or blocks of text; the first message of the chat",
-        "temperature": (
-            "0, or 0.0001 to 1000; newer SDKs send this and the next two by `extra_body`"
-        ),
-        "top_p": "above 0, up to 1",
-        "top_k": "0 and -1 keep all tokens",
-        "stop_sequences": (
-            "up to 16, none empty; the answer ends before the first that is completed"
+        "max_tokens": "required; bounds thinking and text together",
+        "messages": "[blocks](messages.md#messages) of `user`, `assistant` and `system`",
+        "system": "a text or blocks of text: the first message of the chat",
+        "temperature, top_p, top_k, stop_sequences, seed, min_p, min_tokens": (
+            "[as above](#sampling-in-every-dialect); what an SDK lacks goes into its `extra_body`"
         ),
         "stream": "[events](messages.md#answers) instead of one message",
-        "tools": (
-            "`name`, `description`, `input_schema`; `strict` as in chats. Tools of "
-            "Anthropic's own types are left out"
-        ),
+        "tools": "`name`, `description`, `input_schema`; `strict` as in chats",
         "tool_choice": (
-            "`auto`, `any`, `tool` with a `name`, `none`; `disable_parallel_tool_use` "
-            "ends the answer with its first call. `any` and `tool` sample the call under a grammar"
+            "`none`, `auto`, and under a grammar `any`, or `tool` with a `name`. "
+            "`disable_parallel_tool_use` ends the answer with its first call"
         ),
         "thinking": (
-            "`enabled` and `disabled` are the template's option `enable_thinking`, "
-            "`adaptive` leaves it to the template. `budget_tokens` and `display` have no effect"
+            "`enabled` and `disabled` are the template's option `enable_thinking`, `adaptive` leaves "
+            "it to the template"
         ),
-        "output_config": (
-            "`format` with a JSON schema: the answer is sampled under it, or [calls "
-            "a "
-            "tool instead](gateway.md#chat-completions). `effort` is the template's option "
+        "output_config, output_format": (
+            "`format` (`output_format` is its older name) with a JSON schema: the answer is sampled "
+            "under it, or [calls a tool](gateway.md#chat-completions). `effort` is the template's "
             "`reasoning_effort`"
         ),
-        "output_format": "the older name of `output_config.format`; both at once are refused",
-        "seed, min_p, min_tokens": "ours, by the SDK's `extra_body`; as in chat completions",
-        "thread": (
-            "refused with the code by which the SDK's tool runner knows to send whole "
-            "conversations, and goes on"
-        ),
+        "thread": "refused; the SDK's tool runner then sends the whole conversation",
         "return_token_ids": (
-            "ours: the message also holds `prompt_token_ids`, `token_ids` and "
-            "`weight_versions`; in a stream the first comes with `message_start`, the others with "
-            "`message_delta`"
+            "as in chats, by `extra_body`; in a stream the first comes with `message_start`, the "
+            "others with `message_delta`"
         ),
     },
-    "/v1beta/models/{model}:generateContent": {
-        "contents": (
-            "roles `user`, `model`, `function`; see [parts](contents.md#contents). Where the last is "
-            "the model's, the answer goes on with its text and holds what is new; that text is never "
-            "trained"
-        ),
-        "systemInstruction": "a content of text parts; the first message of the chat",
+    GENERATE_CONTENT: {
+        "contents": "[parts](contents.md#contents) of `user`, `model` and `function`",
+        "systemInstruction": "text parts: the first message of the chat",
         "tools": (
-            "`functionDeclarations`: `name`, `description`, and `parameters` as Google writes schemas, "
-            "or `parametersJsonSchema`. What Google's servers would run is left out"
+            "`functionDeclarations`: `name`, `description`, and `parameters` as Google writes "
+            "schemas, or `parametersJsonSchema`"
         ),
         "toolConfig": (
-            "`functionCallingConfig`: `mode` is `AUTO`, `ANY`, which samples the call under a grammar, "
-            "or `NONE`; `VALIDATED` is sampled as `AUTO`. Of `allowedFunctionNames` only those are in "
-            "the prompt"
+            "`functionCallingConfig`: `mode` is `NONE`, `AUTO`, `VALIDATED` (as `AUTO`), or `ANY`, "
+            "which samples the call under a grammar. Only `allowedFunctionNames` are in the prompt"
         ),
-        "generationConfig": "the fields below, and [sampling](#sampling-in-every-dialect)",
-        "generationConfig.candidateCount": "choices, numbered from 0; 1024 at most",
+        "generationConfig": "{google} and the fields below",
+        "generationConfig.candidateCount": "choices; 1024 at most",
         "generationConfig.responseMimeType": (
-            "`text/plain`; `application/json`, under the schema if there is one; `text/x.enum`: one of "
-            "the schema's `enum`"
+            "`text/plain`; `application/json`, under the schema if there is one; `text/x.enum`: one "
+            "of the schema's `enum`"
         ),
         "generationConfig.responseSchema, generationConfig.responseJsonSchema": (
-            "what the answer must match, as Google writes schemas or as JSON schema; one of them. "
+            "one of them: what the answer must match, as Google writes schemas or as JSON schema. "
             "[With tools](gateway.md#chat-completions) it may be calls instead"
         ),
         "generationConfig.responseLogprobs, generationConfig.logprobs": (
-            "honoured, 0 to 20 alternatives; `logprobs` without `responseLogprobs` is refused"
+            "the second, 0 to 20 alternatives, only with the first"
         ),
         "generationConfig.thinkingConfig": (
-            "`includeThoughts`: thoughts are told. `thinkingBudget` 0 and above 0 is the template's "
-            "option `enable_thinking`, -1 leaves it to the template; `thinkingLevel` is its option "
+            "`includeThoughts`: thoughts are told. `thinkingBudget`, 0 or more, is the template's "
+            "option `enable_thinking`, -1 leaves it to the template; `thinkingLevel` is "
             "`reasoning_effort`"
         ),
-        "model": "no effect: the address names the model",
         "returnTokenIds": (
-            "ours, by the SDK's `extra_body`: the answer also holds `prompt_token_ids`, and each "
-            "candidate `token_ids` and `weight_versions`; in a stream at the end"
+            "as `return_token_ids` in chats, by `extra_body`; in a stream at the end"
         ),
-    },
-    "/v1beta/models/{model}:countTokens": {
-        "contents, systemInstruction, tools, toolConfig": "as above",
-        "generateContentRequest": "a whole request, in the place of `contents`",
-        "generationConfig, model, returnTokenIds": "no effect but that of the template's options",
+        "generateContentRequest": (
+            "in `:countTokens`, in the place of `contents`: a whole request"
+        ),
     },
 }
 
 
 def page() -> str:
     """The page, as Markdown."""
-    parts = [INTRODUCTION, SAMPLING, *(_parameter(p) for p in PARAMETERS.values() if p.names)]
+    parts = [INTRODUCTION, *_sampling()]
     for path, described in DESCRIBED.items():
+        _check(path, described.body)
         if path in SENTENCES:
-            parts += [f"\n## `POST {path}`\n\n", *_table(path, described.body)]
+            parts += [f"\n## `POST {path}`\n\n", *_table(SENTENCES[path])]
     return "".join([*parts, *_not_read(), *_errors()])
 
 
-def _parameter(parameter: Parameter) -> str:
-    names = [
-        f"`{name}`" if (name := parameter.names.get(api)) else ""
-        for api in (Api.OPENAI, Api.ANTHROPIC, Api.GOOGLE, Api.NATIVE)
-    ]
-    shapes = "truncates" if parameter.truncates else "yes" if parameter.reshapes else ""
-    default = (
-        ""
-        if parameter.default in (None, ()) or parameter.name in ("max_tokens", "seed")
-        else f"`{json.dumps(parameter.default)}`"
-    )
-    values = (
-        ""
-        if parameter.range is None
-        else str(parameter.range)
-        .replace("2147483647", "2^31 - 1")
-        .replace("18446744073709551615", "2^64 - 1")
-    )
-    return _row(
-        *names,
-        values,
-        default,
-        shapes,
-        "" if parameter.feature is None else parameter.feature.value,
-        NOTES.get(parameter.name, ""),
-    )
+def _sampling() -> Iterator[str]:
+    named = [parameter for parameter in PARAMETERS.values() if parameter.names]
+    features = dict.fromkeys(p.feature.value for p in named if p.feature is not None)
+    yield SAMPLING.format(features=" or ".join(features))
+    for values, alike in groupby(named, _values):
+        yield _row(", ".join(_names(parameter) for parameter in alike), values)
 
 
-def _table(path: str, body: type[BaseModel]) -> Iterator[str]:
+def _names(parameter: Parameter) -> str:
+    """The names in all dialects. One that is another dialect's too is not said again."""
+    if parameter.name == "max_tokens":
+        return MAX_TOKENS
+    found: dict[str, str] = {}
+    for api, words in DIALECTS.items():
+        if name := parameter.names.get(api):
+            found.setdefault(name, f"{words}`{name}`")
+    return ", ".join(found.values())
+
+
+def _values(parameter: Parameter) -> str:
+    said: list[str] = []
+    if parameter.range is not None:
+        shown = str(parameter.range).removeprefix("from ").replace("2147483647", "2^31 - 1")
+        said.append(shown.replace("18446744073709551615", "2^64 - 1"))
+    if parameter.default not in (None, ()) and parameter.name not in ("max_tokens", "seed"):
+        said.append(f"**{json.dumps(parameter.default)}**")
+    if note := NOTES.get(parameter.name):
+        said.append(note)
+    if parameter.reshapes:
+        said.append("truncates" if parameter.truncates else "masked")
+    return "; ".join(said)
+
+
+def _table(sentences: Mapping[str, str]) -> Iterator[str]:
     yield "| field | what becomes of it |\n|---|---|\n"
-    sentences = SENTENCES[path]
+    google = [
+        f"`{name}`" for p in PARAMETERS.values() if (name := p.names.get(Api.GOOGLE)) is not None
+    ]
     for key, sentence in sentences.items():
-        names = ", ".join(f"`{each}`" for each in key.split(", ")) if _is_list(key) else key
-        yield _row(names, sentence)
+        names = [each if each in KINDS else f"`{each}`" for each in key.split(", ")]
+        yield _row(", ".join(names), sentence.replace("{google}", ", ".join(google)))
+
+
+def _check(path: str, body: type[BaseModel]) -> None:
+    """Ends the program if the page says nothing of a field."""
+    table = TABLES.get(path, path)
     spoken_of = (
-        {name for key in sentences for name in re.findall(r"[A-Za-z_]+", key)}
+        {name for key in SENTENCES[table] for name in re.findall(r"[A-Za-z_]+", key)}
         | GRAMMARS
-        | set(EVERYWHERE)
+        | WITHOUT_A_ROW
+        | unread_fields.IGNORED.keys()
         | _names_of_parameters()
     )
     if missing := {field.alias or name for name, field in body.model_fields.items()} - spoken_of:
@@ -400,27 +354,8 @@ def _names_of_parameters() -> set[str]:
     )
 
 
-def _is_list(key: str) -> bool:
-    return re.fullmatch(r"[A-Za-z_.]+(, [A-Za-z_.]+)*", key) is not None
-
-
-def _passed_over() -> Iterator[tuple[str, str, str]]:
-    """Each field that is passed over, why, and what becomes of it with `gateway.strict`."""
-    ignored = {
-        **unread_fields.IGNORED,
-        **unread_fields.HARMLESS,
-        **unread_fields.HARMLESS_MESSAGES,
-        **unread_fields.HARMLESS_GOOGLE,
-    }
-    for name, reason in sorted(ignored.items()):
-        if name in unread_fields.HARMLESS:
-            yield name, reason, "passed over"
-        elif name in unread_fields.HARMLESS_MESSAGES:
-            yield name, reason, "passed over in messages"
-        elif name in unread_fields.HARMLESS_GOOGLE:
-            yield name, reason, "passed over in contents"
-        else:
-            yield name, reason, "refused"
+def _inner() -> Iterator[str]:
+    """The fields inside others that are passed over."""
     for body, place in (
         (ClientTool, "tools"),
         (FunctionTool, "tools"),
@@ -433,64 +368,55 @@ def _passed_over() -> Iterator[tuple[str, str, str]]:
         (FunctionCallingConfig, "toolConfig.functionCallingConfig"),
         (GenerationConfig, "generationConfig"),
     ):
-        for name, reason in {**body.ignored, **body.harmless}.items():
-            strict = "passed over" if name in body.harmless else "refused"
-            yield f"{place}.{name}", reason, strict
+        for name in {**body.harmless, **body.ignored}:
+            yield f"{place}.{name}"
 
 
 def _not_read() -> Iterator[str]:
+    of_messages = unread_fields.HARMLESS_MESSAGES.keys() - unread_fields.HARMLESS.keys()
+    of_google = unread_fields.HARMLESS_GOOGLE.keys() - unread_fields.HARMLESS.keys()
+    in_thinking = [f"thinking.{name}" for name in ThinkingBody.harmless]
     yield (
-        "\n## Passed over\n\nThey cannot change the text. The head of the answer names them "
-        "(`x-midflight-ignored`), and `midflight_ignored_fields` counts them.\n"
-    )
-    general: list[str] = []
-    alike: dict[str, dict[str, None]] = {}
-    harmless: dict[str, dict[str, None]] = {}
-    for name, reason, strict in _passed_over():
-        if "." in name:
-            alike.setdefault(reason, {})[f"`{name}`"] = None
-        else:
-            general.append(f"`{name}`")
-        harmless.setdefault(strict, {})[f"`{name}`"] = None
-    yield (
-        "With `gateway.strict` they are refused, but for "
-        f"{', '.join(harmless['passed over'])}, and in messages "
-        f"{', '.join(harmless['passed over in messages'])}.\n\n"
-    )
-    yield f"Of requests: {', '.join(general)}.\n\n"
-    yield "| fields inside others | why |\n|---|---|\n"
-    for reason, names in alike.items():
-        yield _row(", ".join(names), reason)
-    yield (
-        "\nTools of these types are left out of the prompt, with or without a date behind: "
-        f"{', '.join(f'`{name}`' for name in unread_fields.TOOLS)}; so are those of types that are\nnot "
-        "known here.\n"
+        "\n## Passed over\n\nThese fields cannot change the text. The answer's head names them "
+        "(`x-midflight-ignored`), and `midflight_ignored_fields` counts them:\n\n"
+        f"- Even with `gateway.strict`: {_code({*unread_fields.HARMLESS, *in_thinking})}; in "
+        f"messages {_code(of_messages)}; in contents {_code(of_google)}.\n"
+        f"- Unless `gateway.strict` refuses them: {_code(unread_fields.IGNORED)}.\n"
+        f"- The same inside others: {_code({*_inner()} - {*in_thinking})}.\n\n"
+        "Write a tool's examples and results into its description: templates have no place for "
+        "them.\n\n"
+        f"Tools of these types are left out of the prompt: {_code(unread_fields.TOOLS)}; also with a "
+        "date behind, and all unknown types.\n"
     )
     yield (
         "\n## Refused\n\nThey would change the text, or promise what no answer here has. `null` "
-        "and the value that asks for nothing are accepted.\n\n"
+        "and the value in brackets, which asks for nothing, are accepted.\n\n"
     )
-    yield "| fields | value that asks for nothing | instead |\n|---|---|---|\n"
-    refused: dict[tuple[str, str], list[str]] = {}
+    yield "| fields | instead |\n|---|---|\n"
+    refused: dict[str, list[str]] = {}
     for name in sorted({*unread_fields.NEUTRAL, *unread_fields.REFUSED}):
-        neutral = " or ".join(
-            f"`{json.dumps(value)}`" for value in unread_fields.NEUTRAL.get(name, ())
-        )
-        instead = unread_fields.REFUSED.get(name, "")
-        refused.setdefault((neutral, instead), []).append(f"`{name}`")
-    for (neutral, instead), names in refused.items():
-        yield _row(", ".join(names), neutral, instead)
+        neutral = [f"`{json.dumps(value)}`" for value in unread_fields.NEUTRAL.get(name, ())]
+        accepted = f" ({' or '.join(neutral)})" if neutral else ""
+        instead = unread_fields.REFUSED[name].removesuffix(" instead")
+        refused.setdefault(instead, []).append(f"`{name}`{accepted}")
+    for instead, names in refused.items():
+        yield _row(", ".join(names), instead)
+
+
+def _code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))
 
 
 def _errors() -> Iterator[str]:
-    """By status, and by whether trying again can help."""
-    yield "\n## Errors\n\nWhere trying again can help there is `Retry-After`.\n\n"
-    yield "| status | `code` | worth trying again |\n|---|---|---|\n"
-    found: dict[tuple[int, bool], set[str]] = {}
+    """By status. Those for which trying again can help are in bold."""
+    yield "\n## Errors\n\nWhere trying again can help (in bold) there is `Retry-After`.\n\n"
+    yield "| status | `code` |\n|---|---|\n"
+    found: dict[int, set[str]] = {}
     for error in _answered(MidflightError):
-        found.setdefault((error.status, error.retryable), set()).add(f"`{error.code}`")
-    for (status, retryable), codes in sorted(found.items()):
-        yield _row(str(status), ", ".join(sorted(codes)), "yes" if retryable else "")
+        code = f"**`{error.code}`**" if error.retryable else f"`{error.code}`"
+        found.setdefault(error.status, set()).add(code)
+    for status, codes in sorted(found.items()):
+        yield _row(str(status), ", ".join(sorted(codes)))
 
 
 def _answered(error: type[MidflightError]) -> Iterator[type[MidflightError]]:

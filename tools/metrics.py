@@ -4,8 +4,8 @@
 
 The meanings stand beside the figures in the code. A field of `metrics.jsonl` or `summary.json` has a docstring, a
 metric for Prometheus its help text; other names and alarms have a comment that begins with `#:`, on the lines before
-them. A name that the code puts together stands in backquotes before its meaning. Where a meaning has "Healthy:", what
-follows is the value in a run that learns.
+them. A name that the code puts together, and names or fields that share a meaning, stand in backquotes before it.
+Where a meaning has "Healthy:", what follows is the value in a run that learns.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import argparse
 import ast
 import inspect
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 
 from midflight.config.reference import attribute_texts
 from midflight.observe.lines import EvaluationLine, StepLine
-from midflight.observe.metrics import FAMILIES, STEP
+from midflight.observe.metrics import FAMILIES, STEP, SUMS
 from midflight.observe.status import LearningStatus, Status, Totals
 from midflight.observe.summary import Summary
 
@@ -37,7 +38,53 @@ ALARMS = (
 
 SAID = re.compile(r'((?: *#: .*\n)+)[^"]*"([^"]+)"')
 """Lines of a comment `#:`, and the first text below them."""
-NAMED = re.compile(r"(?:^|(?<=\n))`([^`]+)`: ")
+NAMED = re.compile(r"(?:^|(?<=\n))(`[^`]+`(?:,\s`[^`]+`)*): ")
+"""Names in backquotes before the meaning that they share."""
+SAID_BY_NAME = (
+    "midflight_engine_tokens",
+    "midflight_engine_version",
+    "midflight_handovers",
+    "midflight_quarantines",
+    "midflight_engine_quarantined",
+    "midflight_engine_requests",
+    "midflight_sessions_closed",
+    "midflight_turns",
+    "midflight_turn_output_tokens",
+    "midflight_turn_seconds",
+    "midflight_turns_spanning_versions",
+    "midflight_prompt_tokens",
+    "midflight_resumes",
+    "midflight_version",
+    "midflight_checkpoint_version",
+    "midflight_step_seconds",
+    "midflight_skipped_steps",
+    "midflight_engines_joined",
+    "midflight_engines_left",
+    "midflight_heldout_reward",
+    "midflight_heldout_failed",
+    "midflight_rollout_seconds",
+    "midflight_drawn_tasks",
+    "midflight_pool_tasks",
+    "midflight_groups",
+    "midflight_engines",
+    "midflight_engine_output_tokens",
+    "midflight_engine_running_requests",
+    "midflight_engine_waiting_requests",
+    "midflight_engine_weight_version",
+    "midflight_engine_paused",
+)
+"""Metrics whose help text says what the name says. The page has one row for those of the same labels."""
+RECENT = ("midflight_reward_component", "midflight_environment_metric")
+AS_IN_A_STEP = (
+    "As in a step's line, of recent rollouts and groups; the last two are `components` and `metrics`, "
+    "by `name`."
+)
+"""The meaning of `RECENT`, and of the metrics that have the names of keys of a step's line."""
+IN_EVERY_LINE = ("step", "version", "seconds")
+"""Keys of all lines, which the page explains once."""
+
+Row = tuple[str, str]
+"""Names in backquotes, and their meaning."""
 
 PAGE = """\
 # What a run measures
@@ -46,11 +93,7 @@ PAGE = """\
 
 Made from the code by `python tools/metrics.py docs/metrics.md`; edit the sentences there.
 
-A run writes `metrics.jsonl` while it goes and `summary.json` at its end. A key without a value is absent or `null`, never zero. Times are seconds, memory is MB of 2^20 bytes. Evaluations count only in `generated_tokens` and `failures`. [Staleness](staleness.md) says what the *age* of a token is.
-
-`metrics.jsonl` has a JSON object a line, of the kinds `step`, `evaluation`, `alarm`, `completions` (with `rollout.show_every`), `checkpoint`, `engine` (it `joined` or `left`) and `resume`.
-
-The [names for dashboards](#names-for-dashboards) are those of trackers and `Trainer.frame()`. [What to watch](algorithms.md#what-to-watch) says where to look first.
+A run writes `metrics.jsonl` while it goes and `summary.json` at its end. A key without a value is absent or `null`, never zero. Times are seconds, memory is MB of 2^20 bytes. Evaluations count only in `generated_tokens` and `failures`. [Staleness](staleness.md) says what the *age* of a token is, and [what to watch](algorithms.md#what-to-watch) where to look first.
 
 ## Trackers
 
@@ -75,7 +118,7 @@ class Printed(Tracker):
 
 ## Alarms
 
-Before each update the trainer looks at `rho/mean`, `rho/ess`, `rho/k1` and `rho/std`. If one is out of its bounds (below), `trainer.on_alarm` says what happens: `warn` (default) counts it; `skip` does not make the update; `stop` ends the run.
+Before each update the trainer looks at `rho/mean`, `rho/ess`, `rho/k1` and `rho/std`. If one is out of its bounds (below), `trainer.on_alarm` says whether the update is counted (`warn`) or not made (`skip`), or the run ends (`stop`).
 
 ## Prometheus, Grafana and logs
 
@@ -83,20 +126,26 @@ Before each update the trainer looks at `rho/mean`, `rho/ess`, `rho/k1` and `rho
 
 ## Names for dashboards
 
-A share is from 0 to 1. What counts rollouts or groups covers those since the step before.
+Trackers and `Trainer.frame()` use these names. A step's line in `metrics.jsonl` has the key in brackets. A healthy value is in bold. A share is from 0 to 1. Rollouts and groups are those that ended since the step before.
 
 {names}
 ## `metrics.jsonl`
 
+Each line is a JSON object with `kind`, `step`, `version` and `seconds`, which the run has run over all its starts. Other kinds than those below are `completions` (with `rollout.show_every`), `checkpoint`, `engine` (it `joined` or `left`) and `resume`.
+
 ### `"kind": "step"`: one step of the trainer
+
+The line has the version that the step made, the keys in brackets above, and these:
 
 {step}
 ### `"kind": "evaluation"`: one source of tasks in one evaluation
 
+The line has the version that answered, and the step after which it began.
+
 {evaluation}
 ### `"kind": "alarm"`: what somebody should look at
 
-An alarm has `name`, `text`, `step`, `version` and `seconds`.
+An alarm has a `name` and a `text`.
 
 {alarms}
 ## `summary.json`
@@ -114,49 +163,85 @@ An embedded engine has a `/metrics` of its own:
 
 def page() -> str:
     return PAGE.format(
-        names=_table(("name", "meaning (unit)", "healthy"), _names()),
-        step=_table(("key", "meaning"), _two(_fields(StepLine))),
-        evaluation=_table(("key", "meaning"), _two(_fields(EvaluationLine))),
-        alarms=_table(("`name`", "said when"), _two(_comments(ALARMS))),
-        summary=_table(("key", "meaning"), _two(_fields(Summary))),
-        prometheus=_table(("name", "labels", "meaning"), _metrics("observe/prometheus.py")),
-        engine=_table(("name", "meaning"), _engine_metrics()),
+        names=_table(("name", "meaning (unit)"), _names()),
+        step=_table(("key", "meaning"), _step_keys()),
+        evaluation=_table(("key", "meaning"), _fields(EvaluationLine, without=IN_EVERY_LINE)),
+        alarms=_table(("`name`", "said when"), _comments(ALARMS)),
+        summary=_table(("key", "meaning"), _summary_keys()),
+        prometheus=_table(("name", "meaning, by label"), _metrics("observe/prometheus.py")),
+        engine=_table(("name", "meaning"), _metrics("engines/app.py")),
     )
 
 
-def _names() -> Iterator[tuple[str, str, str]]:
-    """Name, meaning and healthy value of each number for dashboards."""
+def _names() -> Iterator[Row]:
+    """Each number for dashboards."""
     yield from _comments(TRAINER, prefix="train/")
-    meanings = {name: (meaning, healthy) for name, meaning, healthy in _fields(StepLine)}
-    for name, field in STEP.items():
-        yield (name, *meanings[field])
+    known = _known(StepLine)
+    for meaning, pairs in groupby(STEP.items(), lambda pair: known[pair[1]]):
+        yield ", ".join(f"`{name}` (`{field}`)" for name, field in pairs), meaning
     for beginning, field in FAMILIES.items():
         if field not in ("trainer", "curriculum"):  # their names have meanings of their own
-            yield (f"{beginning}<name>", *meanings[field])
+            yield f"`{beginning}<name>`", known[field]
     yield from _comments(RUN)
 
 
-def _comments(files: Iterable[str], *, prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """Name, meaning and healthy value of what has a comment `#:` in these files."""
+def _step_keys() -> Iterator[Row]:
+    """The keys of a step that stand beside no name for dashboards."""
+    named = {*STEP.values(), *SUMS.values(), *FAMILIES.values(), "metrics"}
+    yield from _fields(StepLine, without={*IN_EVERY_LINE, *named})
+    yield (
+        _code(FAMILIES.values()),
+        f"The numbers whose names begin with {_code(FAMILIES)}, by the rest of the name.",
+    )
+
+
+def _summary_keys() -> Iterator[Row]:
+    known = _known(Summary)
+    of_step = _known(StepLine)
+    same = [
+        name
+        for name in inspect.get_annotations(Summary)
+        if name in StepLine.__struct_fields__ and known[name] == of_step[name]
+    ]
+    yield from _fields(Summary, without=same)
+    yield _code(same), "As in a step's line."
+
+
+def _comments(files: Iterable[str], *, prefix: str = "") -> Iterator[Row]:
+    """What has a comment `#:` in these files."""
     for file in files:
         for comment, literal in SAID.findall((SOURCE / file).read_text()):
             text = re.sub(r"^ *#: ", "", comment, flags=re.MULTILINE)
             _, *parts = NAMED.split(text)
             if not parts:
-                parts = [re.sub(r"\{(?:\w+\.)*(\w+)\}", r"<\1>", literal), text]
-            for name, said in zip(parts[::2], parts[1::2], strict=True):
-                yield (f"{prefix}{name}", *_with_health(said))
+                name = re.sub(r"\{(?:\w+\.)*(\w+)\}", r"<\1>", literal)
+                parts = [f"`{name}`", text]
+            for names, said in zip(parts[::2], parts[1::2], strict=True):
+                yield _code(f"{prefix}{name}" for name in _in_backquotes(names)), _meaning(said)
 
 
-def _fields(owner: type) -> Iterator[tuple[str, str, str]]:
-    """Name, meaning and healthy value of each field. One without a docstring has that of its name in
-    the snapshot that it is taken from.
+def _fields(owner: type, *, without: Iterable[str] = ()) -> Iterator[Row]:
+    """The fields of a class. Those that share a meaning are in one row, in its order."""
+    known = _known(owner)
+    rows: dict[str, list[str]] = {}
+    for name in inspect.get_annotations(owner):
+        if name not in without:
+            rows.setdefault(known[name], []).append(name)
+    for meaning, names in rows.items():
+        yield _code(sorted(names, key=list(known).index)), meaning
+
+
+def _known(owner: type) -> Mapping[str, str]:
+    """The meaning of each field. One without a docstring has that of its name in the snapshot that it is
+    taken from.
     """
     known: dict[str, str] = {}
     for each in (LearningStatus, Status, Totals, owner):
-        known.update(_texts(each))
-    for name in inspect.get_annotations(owner):
-        yield (name, *_with_health(known[name]))
+        for name, text in _texts(each).items():
+            _, *shared = NAMED.split(text)
+            names, said = shared or (f"`{name}`", text)
+            known.update(dict.fromkeys(_in_backquotes(names), _meaning(said)))
+    return known
 
 
 def _texts(owner: type) -> dict[str, str]:
@@ -165,51 +250,72 @@ def _texts(owner: type) -> dict[str, str]:
     return dict(attribute_texts(node))
 
 
-def _with_health(said: str) -> tuple[str, str]:
-    """A meaning and the healthy value. Pages that are named become links."""
+def _in_backquotes(names: str) -> list[str]:
+    return re.findall("`([^`]+)`", names)
+
+
+def _code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _meaning(said: str) -> str:
+    """A meaning, with the healthy value in bold. Pages that are named become links."""
     meaning, _, healthy = " ".join(said.split()).partition(" Healthy: ")
     meaning = re.sub(r"\bdocs/([\w-]+)\.md((?:#[\w-]+)?)", r"[\1](\1.md\2)", meaning)
-    return meaning, healthy.removesuffix(".")
+    return f"{meaning} **{healthy.removesuffix('.')}**" if healthy else meaning
 
 
-def _two(rows: Iterable[tuple[str, str, str]]) -> Iterator[tuple[str, str]]:
-    for name, meaning, _ in rows:
-        yield name, meaning
+def _metrics(file: str) -> Iterator[Row]:
+    """The metrics for Prometheus that a file makes. Those that mean the same by the same labels are in one
+    row.
+    """
+    rows: dict[str, list[str]] = {}
+    for _, name, text in sorted(_made(file)):
+        rows.setdefault(text, []).append(name)
+    for text, names in rows.items():
+        yield _code(names), text
 
 
-def _metrics(file: str) -> Iterator[tuple[str, str, str]]:
-    """Name, labels and help text of each metric for Prometheus that a file makes."""
-    found: list[tuple[int, str, str, str]] = []
+def _made(file: str) -> Iterator[tuple[int, str, str]]:
+    """Line, name and meaning of each metric. Its labels are marked in its help text, or follow it."""
     for node in ast.walk(ast.parse((SOURCE / file).read_text())):
         match node:
             case ast.Call(args=[ast.Constant(str(name)), ast.Constant(str(text)), *more]):
-                labels = [*more, *(keyword.value for keyword in node.keywords)]
-            case ast.Tuple(elts=[_, ast.Constant(str(name)), ast.Constant(str(text))]):
-                labels = []
+                if not name.startswith("midflight_"):
+                    continue
+                if name in SAID_BY_NAME:
+                    text = "What the name says."
+                labels = _labels([*more, *(keyword.value for keyword in node.keywords)])
+                is_recent = name in RECENT
+                yield node.lineno, name, AS_IN_A_STEP if is_recent else _with_labels(text, labels)
+            case ast.Tuple(elts=[_, ast.Constant(str(name)), ast.Constant(str())]):
+                yield node.lineno, name, AS_IN_A_STEP
             case _:
-                continue
-        if name.startswith("midflight_"):
-            found.append((node.lineno, name, _labels(labels), text))
-    for _, name, labels, text in sorted(found):
-        yield name, labels, text
+                pass
 
 
-def _labels(arguments: Iterable[ast.expr]) -> str:
+def _labels(arguments: Iterable[ast.expr]) -> list[str]:
     lists = [argument for argument in arguments if isinstance(argument, ast.List)]
-    return ", ".join(f"`{name}`" for one in lists for name in ast.literal_eval(one))
+    return [name for one in lists for name in ast.literal_eval(one)]
 
 
-def _engine_metrics() -> Iterator[tuple[str, str]]:
-    for name, _, text in _metrics("engines/app.py"):
-        yield name, text
+def _with_labels(text: str, labels: Iterable[str]) -> str:
+    others: list[str] = []
+    for label in labels:
+        word = label.replace("_", " ")
+        if re.search(rf"\b{word}\b", text):
+            text = re.sub(rf"\b{word}\b", f"`{label}`", text, count=1)
+        else:
+            others.append(f"`{label}`")
+    return f"{text.removesuffix('.')}, by {' and '.join(others)}." if others else text
 
 
-def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [" | ".join(header), "|".join("---" for _ in header)]
-    for name, *cells in rows:
-        lines.append(" | ".join([f"`{name}`", *(cell.replace("|", "\\|") for cell in cells)]))
-    head, rule, *body = lines
-    return "\n".join([f"| {head} |", f"|{rule}|", *(f"| {line} |" for line in body), ""])
+def _table(header: Row, rows: Iterable[Row]) -> str:
+    lines = [f"| {' | '.join(header)} |", "|---|---|"]
+    for names, meaning in rows:
+        shown = meaning.replace("|", "\\|")
+        lines.append(f"| {names} | {shown} |")
+    return "\n".join([*lines, ""])
 
 
 def main() -> None:

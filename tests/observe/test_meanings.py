@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import runpy
 from itertools import dropwhile, takewhile
@@ -15,6 +16,7 @@ from midflight.observe.lines import EvaluationLine, StepLine
 from midflight.observe.metrics import metrics_of
 from midflight.observe.prometheus import Metrics
 from midflight.observe.status import TRAINER_KEYS, LearningStatus, Totals
+from midflight.observe.summary import Summary
 from midflight.types import Accounts
 
 ROOT = Path(__file__).parents[2]
@@ -23,14 +25,15 @@ TOOL = runpy.run_path(str(ROOT / "tools" / "metrics.py"))
 
 
 def table(heading: str) -> list[list[str]]:
-    """The rows of the first table below a heading of the page."""
+    """The rows of the first table below a heading of the page, one for each of the names that share a row."""
     below = PAGE.read_text().partition(f"\n{heading}\n")[2]
     lines = list(takewhile(bool, dropwhile(lambda line: not line.startswith("|"), below.splitlines())))
     assert lines, heading
-    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
+    rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
+    return [[name, meaning] for names, meaning in rows for name in re.findall(r"(?:^|, )`([^`]+)`", names)]
 
 
-MEANINGS = {names.strip("`"): formula for names, formula, *_ in table("## Names for dashboards")}
+MEANINGS = dict(table("## Names for dashboards"))
 
 
 def meaning_of(name: str) -> str | None:
@@ -58,7 +61,7 @@ def test_every_alarm_that_is_raised_is_in_the_table_and_no_other() -> None:
     source = "".join(path.read_text() for path in sorted(TOOL["SOURCE"].rglob("*.py")))
     raised = set(re.findall(r'(?:facts\.Alarmed|self\._say)\(\s*"(\w+)"', source))
     assert len(raised) > 12
-    assert {name.strip("`") for name, _ in table('### `"kind": "alarm"`: what somebody should look at')} == raised
+    assert {name for name, _ in table('### `"kind": "alarm"`: what somebody should look at')} == raised
 
 
 def test_every_name_that_a_line_may_lead_to_has_a_meaning() -> None:
@@ -99,17 +102,23 @@ def test_names_stand_once_and_say_what_they_are_in() -> None:
     assert len(table("## Names for dashboards")) == len(MEANINGS) > 80 and all(MEANINGS.values())
 
 
+@pytest.mark.parametrize("owner", [StepLine, EvaluationLine, Summary])
+def test_the_page_has_every_key_of_a_line_and_of_the_summary(owner: type) -> None:
+    named = set(re.findall(r"(?<!`)`([^`\n]+)`(?!`)", PAGE.read_text()))
+    assert set(inspect.get_annotations(owner)) <= named
+
+
 def test_every_metric_for_prometheus_is_in_the_table_with_its_labels() -> None:
     metrics = Metrics()
     tell_everything(metrics)
     metrics.learning = lambda: LearningStatus(1, 1, 1, 1, 1, 1, {"style": 1}, {"x": 1})
     metrics.accounts = lambda: Accounts(1, 1, 1, 0, 2, {"stale": 2})
     metrics.requests, metrics.memory = lambda: {"engine0": 3}, lambda: {("trainer", "7"): 2**20}
-    told = {}
-    for names, labels, _ in table("## `/metrics`"):
-        told.update(dict.fromkeys(names.replace("`", "").split(", "), labels))
+    told = dict(table("## `/metrics`"))
     for family in metrics.registry.collect():
         used = {label for sample in family.samples for label in sample.labels} - {"le"}
         assert family.name in told and all(f"`{label}`" in told[family.name] for label in used), family.name
     assert told.keys() == {family.name for family in metrics.registry.collect()}, "and none that there is not"
+    of_engines = dict(table("An embedded engine has a `/metrics` of its own:"))
+    assert told.keys() | of_engines.keys() >= {*TOOL["SAID_BY_NAME"], *TOOL["RECENT"]}
     assert 'midflight_process_bytes{pid="7",process="trainer"} 1.048576e+06' in metrics.text().decode()

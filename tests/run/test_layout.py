@@ -45,8 +45,9 @@ def test_the_bytes_are_laid_out_as_the_page_says_and_say_what_the_lists_say() ->
     batch = one_batch(7)
     metadata, arrays = read(to_bytes(batch))
     assert metadata == {"format": "midflight.packed_batch", "format_version": "1", "lease": "3", "train_version": "7"}
-    table = PAGE.read_text().partition("| array | dtype |")[2].partition("\n\n")[0]
-    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(arrays)
+    table = PAGE.read_text().partition("| arrays | an entry for each |")[2].partition("\n\n")[0]
+    named = " ".join(re.findall(r"^\| (.*?) \|", table, re.MULTILINE))
+    assert set(re.findall(r"`(\w+)`", named)) == set(arrays)
     lists = batch_as_lists(batch)
     assert arrays["row_offsets"] == [0, 3] and arrays["row_rollout"] == [0]
     assert arrays["token_ids"] == lists.rows[0].token_ids == [1, 2, 3]

@@ -10,7 +10,6 @@ import argparse
 import logging
 import os
 import warnings
-from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -22,28 +21,26 @@ MAX_CONTEXT = 64
 WORKERS = 2
 SAID = {Way.PACKED: "right", Way.FALLBACK: "right, slower", Way.WHOLE: "right, slowest", Way.REFUSED: "refused"}
 PARTS = ("trainer", "engine", "export")
-NAMED = {"trainer": "trainer", "engine": "embedded engine", "export": "export"}
+ROUNDING = -5
+"""The power of ten below which an error is of rounding."""
 RANK = {said: rank for rank, said in enumerate(SAID.values())}
 HEAD = f"""# Models
 
 *A page to look things up in.*
 
-Made by `make test-models` from tiny models of every architecture ([tests/models/zoo.py](../tests/models/zoo.py)); edit the code instead. Each is held
-against its own forward in `transformers`, in float32: log-probabilities at temperature 0.7 and the gradient of a step, prefill and decoding in the
-embedded engine, and a folder written and read again. Of a model that also reads images only the text tower is trained.
+`midflight check-model DIR` proves a model of yours, a folder or a [GGUF file](pretrained.md), and says why a part refuses it. Every run does so before it
+begins. Of a model that also reads images only the text tower is trained.
 
-`midflight check-model DIR` says the same of a model of yours, a folder or a [GGUF file](pretrained.md). Every run proves its model before it begins.
+- **right**: trained in packed rows, served in slots, exported by its own names.
+- **right, slower**: trained in padded rows, or served one sequence at a time.
+- **right, slowest**: each token computes its whole sequence.
+- **refused**: the run does not begin. vLLM or SGLang may serve what the embedded engine refuses ([engines](engines.md)).
 
-- **right**: trained in packed rows, or served in slots, or exported by its own names.
-- **right, slower**: trained in padded rows, or served one sequence at a time. The same numbers.
-- **right, slowest**: each token computes its whole sequence. The same numbers.
-- **refused**: the run does not begin, and says why. vLLM or SGLang may serve what the embedded engine refuses ([engines](engines.md)).
+`make test-models` makes this page. It compares tiny models ([tests/models/zoo.py](../tests/models/zoo.py)) with their own forward in `transformers`
+{version("transformers")}, in float32.
 
-The worst error of a log-probability in nats, and of a gradient as a share of its size; none may be above {TOLERANCE:g}. Proven with
-`transformers` {version("transformers")}.
-
-| models | trainer | nats | gradient | embedded engine | nats | export |
-|---|---|---|---|---|---|---|
+| models | trainer | embedded engine | export |
+|---|---|---|---|
 """
 
 
@@ -63,9 +60,7 @@ def proven(name: str) -> list[Proof]:
 
 def cells(found: list[Proof]) -> tuple[str, ...]:
     """What a row says behind its models."""
-    trainer, engine, export = found
-    errors = _error(trainer, trainer.logprob_error), _error(trainer, trainer.gradient_error)
-    return SAID[trainer.way], *errors, SAID[engine.way], _error(engine, engine.logprob_error), SAID[export.way]
+    return tuple(SAID[proof.way] for proof in found)
 
 
 def rows(found: dict[str, list[Proof]]) -> str:
@@ -77,43 +72,36 @@ def rows(found: dict[str, list[Proof]]) -> str:
 
 
 def counted(found: dict[str, list[Proof]]) -> str:
-    """How many architectures each part computes, in which way."""
-    lines = []
-    for number, part in enumerate(PARTS):
-        ways = Counter(SAID[proofs[number].way] for proofs in found.values())
-        lines.append(f"- {NAMED[part]}: {'; '.join(f'{ways[said]} {said}' for said in SAID.values() if ways[said])}.")
-    return "\n".join(lines)
+    """How many architectures there are, and how many of them each part computes."""
+    trained, served, exported = (sum(proofs[number].is_right for proofs in found.values()) for number in range(len(PARTS)))
+    return f"Of {len(found)} architectures {trained} are trained, {served} served and {exported} exported."
 
 
-def reasons(found: dict[str, list[Proof]]) -> str:
-    """Of what is refused, each distinct reason of a model with the parts that give it. Backticks stand for names of ours alone."""
-    lines = []
-    for name, proofs in found.items():
-        parts: dict[str, list[str]] = {}
-        for proof in proofs:
-            if not proof.is_right:
-                parts.setdefault(proof.reason.replace("`", ""), []).append(NAMED[proof.part])
-        lines += [f"- **{name}**, {', '.join(of)}: {reason}" for reason, of in parts.items()]
-    return "\n".join(lines) or "Nothing is refused."
-
-
-def page(found: dict[str, list[Proof]]) -> str:
+def exactness(found: dict[str, list[Proof]]) -> str:
+    """How far the worst log-probability and gradient are off, with the models in which that is more than rounding."""
+    worst = {name: max((_power(proof) for proof in proofs if proof.is_right), default=ROUNDING) for name, proofs in found.items()}
+    more = [f"{name} (1e{power})" for name, power in worst.items() if power > ROUNDING]
+    excepted = f", but for {', '.join(more)}" if more else ""
     return (
-        f"{HEAD}{rows(found)}\n\n## Counted\n\n{len(found)} architectures.\n\n{counted(found)}\n\n## Refused, and why\n\n{reasons(found)}\n"
+        "Log-probabilities are off by less than 1e-5 nats, and gradients by less than 1e-5 of their size"
+        f"{excepted}. None may be off by more than {TOLERANCE:g}."
     )
 
 
-def _error(proof: Proof, error: float | None) -> str:
-    """Its power of ten, rounded up: rounding differs between machines."""
-    if error is None or not proof.is_right:
-        return ""
-    return next(f"< 1e-{power}" for power in range(5, -9, -1) if error < 10.0**-power)
+def page(found: dict[str, list[Proof]]) -> str:
+    return f"{HEAD}{rows(found)}\n\n{counted(found)} {exactness(found)}\n"
+
+
+def _power(proof: Proof) -> int:
+    """The power of ten below which its errors are: rounding differs between machines."""
+    found = max(error for error in (proof.logprob_error, proof.gradient_error, 0.0) if error is not None)
+    return next(power for power in range(ROUNDING, 9) if found < 10.0**power)
 
 
 def states(page: str) -> dict[str, list[str]]:
     """What a page's table says of trainer, engine and export, by model."""
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")]
-    return {name: [cells[1], cells[4], cells[6]] for cells in lines[1:] for name in cells[0].split(", ")}
+    return {name: cells[1:] for cells in lines[1:] for name in cells[0].split(", ")}
 
 
 def faults(found: dict[str, list[Proof]], before: str) -> list[str]:

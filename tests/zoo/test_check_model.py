@@ -65,9 +65,9 @@ def test_the_table_fails_where_a_row_is_worse_or_off_or_gone() -> None:
     assert faults(other, page) == ["llama is gone"]
 
 
-def test_the_page_counts_the_ways_and_gives_each_reason_of_a_refusal_once() -> None:
+def test_the_page_counts_what_each_part_computes_and_names_the_models_that_are_off_by_more_than_rounding() -> None:
     refused = [Proof(part, Way.REFUSED, reason="its own forward raises.") for part in ("trainer", "engine", "export")]
-    made = page({"llama": proofs(), "bert": refused})
-    assert "2 architectures.\n\n- trainer: 1 right; 1 refused.\n- embedded engine: 1 right; 1 refused.\n" in made
-    assert made.endswith("- **bert**, trainer, embedded engine, export: its own forward raises.\n")
-    assert faults({"llama": proofs(), "bert": refused}, made) == []
+    made = page({"llama": proofs(), "bert": refused, "dory": proofs(error=3e-5)})
+    assert "\n\nOf 3 architectures 2 are trained, 2 served and 2 exported. " in made
+    assert "less than 1e-5 of their size, but for dory (1e-4). None may be off by more than 0.001.\n" in made
+    assert faults({"llama": proofs(), "bert": refused, "dory": proofs(error=3e-5)}, made) == []

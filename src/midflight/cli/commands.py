@@ -518,7 +518,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 GONE = {
     "front": "nginx gives the gateways of a run one address, with ops/nginx/midflight.conf and the "
-    "addresses that `ops/nginx/gateways.sh RUN` writes (docs/cluster.md)",
+    "addresses that `ops/nginx/gateways.sh RUN` writes (docs/sessions.md)",
 }
 """Commands that are gone, each with what to use in its place."""
 

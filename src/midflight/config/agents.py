@@ -13,16 +13,16 @@ SANDBOXES = ("bubblewrap", "trusted", "docker", "e2b", "daytona", "modal")
 
 
 class RewardSection(Section):
-    """One reward function. Several are added up by their weights."""
+    """Several functions are added up by their weights."""
 
     entry: str
-    """The reward function, as `module:function`. It gets what its parameters name, such as `task`,
-    `completion` or a column of the task (docs/environments.md).
+    """The reward function, as `module:function`. Its parameters name what it gets
+    (docs/environments.md#rewards).
     """
     weight: float = 1.0
-    """The factor of its value in the sum; below 0 it is a penalty."""
+    """Its factor in the sum; below 0 it is a penalty."""
     name: str = ""
-    """Its name in journal, metrics and plot. Default: the function's name."""
+    """Its name in metrics. Default: the function's."""
     options: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     """Further arguments of the function, by name."""
 
@@ -32,24 +32,21 @@ class RewardSection(Section):
 
 
 class McpSection(Section):
-    """A server of tools that speaks the Model Context Protocol. It has a `command` or a `url`.
-    Needs `pip install 'midflight[mcp]'`.
+    """A server of the Model Context Protocol has a `command` or a `url`, and needs `pip install
+    'midflight[mcp]'`.
     """
 
     command: tuple[str, ...] = ()
-    """The command that starts it, such as `["python", "server.py"]`, spoken to over its standard
-    input and output.
-    """
+    """The command that starts a server over stdio, such as `["python", "server.py"]`."""
     url: str = ""
-    """The address of a server that runs already, such as `http://127.0.0.1:8000/mcp`."""
+    """Address of a running server, such as `http://127.0.0.1:8000/mcp`."""
     env: dict[str, str] = Field(default_factory=dict[str, str])
-    """Variables of its environment, beside the few that every server gets."""
+    """Environment variables, beside a few that all get."""
     per: Literal["run", "rollout"] = "run"
-    """run: each worker keeps one connection for all its rollouts. rollout: each rollout has its
-    own, for servers with a state.
+    """run: one connection for each worker. rollout: one for each rollout, for servers with state.
     """
     start_seconds: Seconds = 30.0
-    """How long it may take to come up."""
+    """Time for it to come up."""
 
     @property
     def label(self) -> str:
@@ -59,47 +56,36 @@ class McpSection(Section):
 
 
 class SandboxSection(Section):
-    """The sandbox of code that a model wrote: `sandbox` of a reward function, and
-    `midflight.sandbox`.
-    """
+    """Code that a model wrote runs in this sandbox."""
 
     kind: str = "bubblewrap"
-    """bubblewrap: namespaces of this machine, without network and without our files. trusted: as
-    this user, with limits and without isolation. docker, e2b, daytona, modal: a container or
-    machine of that maker, with the extra of that name. Or `module:Class` of one's own.
+    """bubblewrap: namespaces of this machine. trusted: as this user, without isolation. docker,
+    e2b, daytona, modal: elsewhere (docs/adapters/remote-sandboxes.md). Or your own `module:Class`.
     """
     image: str = ""
-    """The image of a box elsewhere, by default `python:3.12-slim`; for e2b a template, by default
-    its own.
-    """
+    """Image elsewhere, by default `python:3.12-slim`; for e2b a template."""
     seconds: Seconds = 10.0
-    """Time from its start after which a program is ended. On this machine it starts when a
-    processor is free for it: a process runs as many programs at once as it may use processors.
-    """
+    """Time of a program; on this machine it begins when a processor is free."""
     start_seconds: Seconds = 300.0
-    """Time for a box elsewhere to start, with its image pulled."""
+    """Time for a box elsewhere to start, its image pulled."""
     memory_mb: Positive = 512
     """MiB that its processes may hold together."""
     disk_mb: Positive = 64
-    """MiB that its files may take together, which are in memory."""
+    """MiB of its files, which lie in memory."""
     processes: Positive = 32
     """Processes and threads at once."""
     network: bool = False
-    """Whether it reaches the network of the machine on which it runs. Then no program waits for a
-    processor, because programs may wait for each other, or for the model.
-    """
+    """Whether it reaches the network. Then programs wait for no processor."""
 
 
 class UntrackedSection(Section):
-    """The model behind `client.untracked()`, for judges and simulated users. Its tokens are neither
-    recorded nor trained. It has a `url`, or `engines`.
+    """Judges and simulated users ask this model by `client.untracked()`. It has a `url` or
+    `engines`.
     """
 
     url: str = ""
-    """A server of the OpenAI API outside the run, such as `http://127.0.0.1:8001/v1`."""
+    """An outside server of the OpenAI API, such as `http://127.0.0.1:8001/v1`."""
     api_key_env: str = ""
-    """The variable of the environment that holds its key; empty sends none."""
+    """The environment variable with its key; empty sends none."""
     engines: Count = 0
-    """Engines of the run that keep the weights they began with and answer nothing else; larger
-    leaves fewer for the policy.
-    """
+    """Engines of the run that keep their first weights and answer nothing else."""

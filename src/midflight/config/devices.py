@@ -21,13 +21,12 @@ VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class ServerSection(Section):
-    """One engine of a run whose engines differ, or have GPUs that are named. There are as many
-    engines as there are of these, and with `engine.urls` these say what is expected of each."""
+    """Each table is one engine. With `engine.urls` it says what to expect of one."""
 
     host: str = ""
-    """Address of the machine of the cluster that it is to be on. Default: any with room."""
+    """Its machine of the cluster, by address. Default: any with room."""
     devices: tuple[Count, ...] = ()
-    """Numbers of its GPUs on this machine. Default: what is free. On a cluster Ray chooses."""
+    """Its GPUs on this machine. Default: free ones; on a cluster Ray chooses."""
     tensor_parallel: Positive = 1
     """GPUs over which a server shares each layer."""
     pipeline_parallel: Positive = 1

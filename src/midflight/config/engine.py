@@ -14,75 +14,47 @@ _URL = re.compile(r"https?://[^\s/?#@]+/?")
 
 class EngineSection(Section):
     kind: Literal["embedded", "vllm", "sglang"] = "embedded"
-    """Which inference server generates: our own, or one of other people in an environment of its
-    own (`make engines`).
-    """
+    """What generates: our engine, or a server (docs/engines.md)."""
     count: Positive = 1
-    """Engine processes, where there are cores for them. With `urls` or `servers` it is their
-    number.
-    """
+    """Engine processes; with `urls` or `servers` their number."""
     python: Path | None = None
-    """Interpreter of the server's environment. Default `.venv-vllm/bin/python` or
-    `.venv-sglang/bin/python`.
-    """
+    """Interpreter of the server. Default: `.venv-vllm/bin/python` or `.venv-sglang/bin/python`."""
     urls: tuple[str, ...] = ()
-    """Addresses of servers that run already, such as `http://127.0.0.1:30000`. None is started or
-    stopped.
-    """
+    """Addresses of servers that run already, such as `http://127.0.0.1:30000`."""
     arguments: tuple[str, ...] = ()
-    """Further words for the server's command line, after ours, such as
-    `--gpu-memory-utilization=0.5`.
-    """
+    """Further options of the server's command line, such as `--gpu-memory-utilization=0.5`."""
     start_seconds: Seconds = 180.0
-    """A server that starts is given up if it neither computes nor reads for so long, one of `urls`
-    if it does not answer.
-    """
+    """How long a starting server may do nothing, or one of `urls` not answer."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
-    """Precision that engines serve in, and that weights travel in; `auto` is `model.dtype`. Smaller
-    is faster, and further from the trainer.
+    """Precision of weights in engines; `auto` is `model.dtype`. Smaller is faster, and further from
+    the trainer.
     """
     max_running: Positive = 64
     """Requests decoded together; larger is faster per token and slower per request."""
     max_batch_tokens: Positive = 2048
-    """Prompt and decode tokens of one engine step; larger prefills faster, makes steps longer, and
-    takes more memory.
-    """
+    """Tokens of an engine step; larger prefills faster, makes steps longer, and takes memory."""
     threads: Positive = 1
-    """CPU threads of one engine process; more than the free cores makes all slower."""
+    """CPU threads of an engine; more than the free cores slow all."""
     device: str = "cpu"
-    """The device of the engine: `cpu`, `cuda` (GPUs for each engine), or such as `cuda:1`."""
+    """`cpu`, `cuda` (GPUs for each engine), or such as `cuda:1`."""
     share_devices: bool = False
-    """Engines may be on GPUs that a trainer rank or another engine has; each then needs a part of
-    its memory.
-    """
+    """Engines may share GPUs with trainer ranks and each other, each in a part of memory."""
     share: Literal["memory", "time"] = "memory"
-    """How engines and trainer share devices: `memory`, both stay there together; `time`, in turns:
-    engines sleep while the trainer steps, and while they generate its moments and gradients lie in
-    host memory. Each then has nearly all of the device, and the other waits.
-    """
+    """How they share devices: together in memory, or in turns (docs/gpu.md#one-gpu-in-turns)."""
     lend: bool = False
-    """One more embedded engine in the place of the first trainer rank, which generates while that
-    rank waits for a batch.
-    """
+    """One more embedded engine generates while the first trainer rank waits for a batch."""
     servers: tuple[ServerSection, ...] = ()
     """The engines one by one, in place of `count`."""
     deterministic: bool = False
-    """An answer does not depend on other requests in the batch. It works with vLLM and SGLang on
-    GPUs alone, and is slower.
-    """
+    """Answers do not depend on other requests; slower. vLLM and SGLang on GPUs alone."""
     guesses: Count = 0
-    """The most tokens that the embedded engine guesses ahead from a sequence's own text. Answers
-    stay the same. It is faster where answers repeat earlier text and few requests run; else it
-    costs time.
+    """Tokens that the embedded engine guesses ahead; faster where few requests run that repeat
+    earlier text.
     """
     prefix_mb: Count = 256
-    """Megabytes of keys and values that the embedded engine keeps of ended requests, for requests
-    that begin alike; 0 keeps none.
-    """
+    """MB of keys and values that the embedded engine keeps for requests that begin alike."""
     prefix_age: Count = 0
-    """How many versions old the weights may be that computed these. Larger computes less after each
-    handover, with more mismatch between engine and trainer.
-    """
+    """How many versions old these may be; larger computes less, with more mismatch."""
 
     @property
     def shares_devices(self) -> bool:

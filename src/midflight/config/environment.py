@@ -35,16 +35,15 @@ CLAIMED = "midflight.environments.claimed:claimed"
 
 class EnvironmentSection(Section):
     entry: str | None = None
-    """`module:function` of the environment: a function `(task, client) -> reward`, or a class with
-    `reset` and tools. Without it the built-in loop runs where there are rewards or tools; else one
-    answer is compared with `answer`.
+    """`module:function` of your agent `(task, client) -> reward`, or a class with `reset`. None:
+    the built-in loop, or without rewards and tools one answer compared with `answer`.
     """
     rewards: tuple[RewardSection, ...] = ()
-    """Functions that score a rollout. Beside an `entry` they get the `fields` of its `Result`."""
+    """Functions that score a rollout."""
     tools: tuple[str, ...] = ()
-    """`module:function` of each tool of the built-in loop, or `module:Class` of one with state."""
+    """Tools of the built-in loop: `module:function`, or `module:Class` with state."""
     mcp: tuple[McpSection, ...] = ()
-    """Servers whose tools the built-in loop has too."""
+    """Servers of further tools."""
     sandbox: SandboxSection = SandboxSection()
     """The sandbox of code that the model wrote, for reward functions that have a parameter
     `sandbox`.
@@ -52,47 +51,39 @@ class EnvironmentSection(Section):
     untracked: UntrackedSection = UntrackedSection()
     """The model behind judges and simulated users of an `entry`."""
     max_turns: Positive = 8
-    """Answers of one rollout of the built-in loop, which goes on while tools are called."""
+    """Most answers of a rollout in the built-in loop."""
     tool_seconds: Seconds = 30.0
-    """Deadline of one call of a tool; past it the model is told so."""
+    """Deadline of a tool call; past it the model is told so."""
     template_options: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
-    """Variables of the chat template in the built-in loop, such as `{ enable_thinking = false }`.
-    """
+    """Variables of the built-in loop's chat template, such as `{ enable_thinking = false }`."""
     workers: Count | None = None
-    """Processes that run agents; larger runs more agents at once that block or compute. 0 is for a
-    debugger. Default: half the cores, from 2 to 8; 0 for Midflight's own environments.
+    """Processes that run agents; more help agents that block or compute. Default: half the cores,
+    from 2 to 8.
     """
     worker_mb: Positive | None = None
-    """Memory of a worker's own data, in MB; an agent that takes more gets a `MemoryError`. None is
-    no limit.
-    """
+    """MB of a worker's own data, beyond which an agent gets a `MemoryError`."""
     max_processes: Positive | None = None
-    """Processes that one rollout in a worker may start; one more fails it as `TooManyProcesses`.
-    None is no limit.
-    """
+    """Processes that a rollout in a worker may start before it fails."""
     sources: tuple[SourceSection, ...] = (SourceSection(dataset="spell_backward"),)
-    """The sources of tasks."""
+    """The sources of tasks. Default: the dataset `spell_backward`."""
     max_tokens: Positive = 16
-    """Output tokens of one request unless the agent asks otherwise. Default with `model.path`: a
+    """Output tokens of a request unless the agent asks otherwise. Default with `model.path`: a
     quarter of the context, from 16 to 256.
     """
     temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=1000)] = 1.0
     """Sampling temperature of the policy; larger explores more."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Sample from the likeliest tokens that have this much probability together. Below 1 the
-    trainer normalises over the kept tokens too, where engines record them.
-    """
+    """Sample from the likeliest tokens of this probability together."""
     top_k: Positive | None = None
-    """Sample from so many of the likeliest tokens. None keeps all."""
+    """Sample from so many of the likeliest tokens."""
     min_p: Fraction = 0.0
     """Sample from tokens at least this likely, relative to the likeliest."""
     rollout_seconds: Patience = 60.0
-    """Time that the agent of one rollout may take by itself, without requests, tools within their
-    own limits, and programs that wait for a processor. Scoring a group has as much.
+    """Time that an agent may take by itself, without its requests
+    (docs/environments.md#how-long-a-rollout-may-take).
     """
     max_rollout_seconds: Patience | None = None
-    """Time that a whole rollout may take, its requests included. Default: four times what the work
-    should take; the dry run shows it.
+    """Time of a whole rollout, its requests included. Default: four times the dry run's estimate.
     """
 
     @property

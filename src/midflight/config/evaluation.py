@@ -12,18 +12,16 @@ from midflight.types.generation import LEAST_TEMPERATURE
 
 
 class SuiteSection(Section):
-    """An evaluation of its own beside the usual one, which asks each held-out task once as training
-    does.
-    """
+    """A suite asks held-out tasks in a way of its own."""
 
     name: str
-    """Its name in journal and metrics: `NAME/SOURCE`."""
+    """Its name in metrics: `NAME/SOURCE`."""
     samples: Positive = 1
-    """Answers to each task. pass@k and best@k are told for k of 1, 2, 4, 8, ... and this number."""
+    """Answers to each task; pass@k and best@k go up to this."""
     temperature: Annotated[float, Field(ge=0, le=1000)] | None = None
-    """The temperature of these answers; 0 is greedy. Default: `environment.temperature`."""
+    """Their temperature; 0 is greedy. Default: `environment.temperature`."""
     sources: tuple[str, ...] = ()
-    """The names of the sources whose held-out tasks it asks. Empty is all."""
+    """Sources whose held-out tasks it asks; empty is all."""
 
     @property
     def ks(self) -> tuple[int, ...]:
@@ -36,11 +34,9 @@ class EvaluationSection(Section):
     eval_every: Count = 0
     """Steps between evaluations on held-out tasks; 0 evaluates before and after only."""
     pin_seconds: Seconds = 60.0
-    """How long a new version waits for an evaluation where no other engine could take it; larger
-    loses fewer results.
-    """
+    """How long a version waits for a single engine's evaluation; larger loses fewer results."""
     suites: tuple[SuiteSection, ...] = ()
-    """Further evaluations, made whenever the usual one is."""
+    """Further evaluations beside the usual one."""
 
 
 def suite_contradictions(

@@ -26,47 +26,33 @@ class GatewaySection(Section):
     port: Port = 0
     """0 takes a free port."""
     public_url: str = ""
-    """The beginning of the addresses of sessions given over HTTP, and of `client.public_url`, for
-    agents on other machines, such as `https://proxy.example`. Empty: the address of the connection
-    that asked.
+    """Address for agents on other machines, such as `https://proxy.example`. Empty: that of the
+    connection.
     """
     private_metrics: bool = False
     """`/metrics` asks for the control token."""
     strict: bool = False
-    """Refuse by name fields that have no effect on the text, and limits above the room there is.
-    Else such a field is ignored (`x-midflight-ignored`), and such a limit is lowered
-    (`x-midflight-clamped`).
+    """Refuse fields that cannot change the text (else `x-midflight-ignored`), and limits above the
+    room (else lowered).
     """
     sampling: Literal["request", "run"] = "request"
-    """Whose sampling counts in sessions that are trained. `request`: that of each request; a turn
-    sampled otherwise than the policy is masked (`x-midflight-masked`). `run`: that of
-    `environment.temperature` and its like; the head names what was replaced
-    (`x-midflight-replaced`).
+    """Whose sampling counts in trained sessions: the request's, or the run's
+    (docs/gateway.md#sampling-in-every-dialect).
     """
     request_seconds: Patience = 120.0
-    """How long an answer may go without a new token on an engine that serves it. A session's
-    generation survives the loss of its client for a fourth of that.
-    """
+    """How long an answer that an engine serves may go without a token."""
     max_sessions: Positive = 10_000
-    """Live sessions, and requests under way; further ones are answered 429."""
+    """Live sessions, and requests under way; further ones get 429."""
     drain_seconds: NonNegative = 20.0
-    """An engine that leaves the run may finish its requests for so long; the rest goes on
-    elsewhere.
-    """
+    """Time for a leaving engine to finish its requests; the rest goes elsewhere."""
     tool_format: Literal["auto", "none", "hermes", "llama3", "mistral", "qwen_coder"] = "auto"
-    """How the model writes tool calls (docs/tools.md); `none` reads only forced calls."""
+    """How the model writes tool calls (docs/tools.md#formats); `none` reads only forced calls."""
     reasoning_format: Literal["auto", "none", "think", "mistral"] = "auto"
-    """The markers between which the model thinks before it answers; `none` leaves thinking in the
-    content.
-    """
+    """The markers of thinking (docs/tools.md#formats); `none` leaves it in the content."""
     shards: Positive = 1
-    """Rollout processes that `train` starts, each with a gateway, agents, buffer and store, on a
-    cluster in a seat of its own; larger serves more requests on more cores.
-    """
+    """Rollout processes, each with gateway, agents and store; more serve more requests."""
     session_seconds: Seconds = 3600.0
-    """A session opened over HTTP ends after this long without a request, and its record is kept as
-    long.
-    """
+    """Time without a request after which a session over HTTP ends; its record stays as long."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -36,93 +36,74 @@ ObjectiveKind = Annotated[
 
 
 class ObjectiveSection(Section):
-    """The loss of a token, and the way from rewards to advantages. `midflight train CONFIG
-    --dry-run` prints the formula.
+    """Unset options have the default of their `kind` (docs/formulas.md#objectives). `midflight
+    train CONFIG --dry-run` prints the formula.
     """
 
     kind: ObjectiveKind = "decoupled_ppo"
-    """decoupled_ppo: clip on r, weighted by `correction.weight`. ppo: clip on the ratio to the
-    behaviour policy. `module:function`: a loss of your own. The others: docs/algorithms.md.
+    """The loss of a token (docs/formulas.md#objectives), or your own
+    (docs/algorithms.md#a-loss-of-your-own).
     """
     clip_low: Fraction | None = None
     """Lower clip of the ratio, 1 - clip_low; larger allows larger steps down."""
     clip_high: NonNegative | None = None
     """Upper clip, 1 + clip_high; DAPO's clip-higher when above `clip_low`."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """c bounds the loss of tokens of negative advantage by -c A (3.0 is usual); larger bounds
-    later.
-    """
+    """c: where A < 0 the loss is bounded by -c A (3.0 is usual)."""
     tau_positive: Above0 | None = None
-    """sapo: temperature of the gate where the advantage is positive; larger closes sooner."""
+    """sapo: temperature of the gate where A > 0; larger closes sooner."""
     tau_negative: Above0 | None = None
-    """sapo: the same where it is negative."""
+    """sapo: the same where A < 0."""
     tau: Above0 | None = None
-    """mirror_descent: weight of the squared log-ratio; larger keeps nearer to the behaviour policy.
-    """
+    """mirror_descent: weight of the pull to the behaviour policy."""
     delta: Above0 | None = None
     """dppo_tv, ipo: how far a token's probability may have moved."""
     cap: Above0 | None = None
     """dppo_tv, ipo: bound of the ratio."""
     share: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """clip_cov, kl_cov: share of the batch's tokens that are held back; larger keeps more entropy.
-    """
+    """clip_cov, kl_cov: share of tokens held back; larger keeps more entropy."""
     cov_low: float | None = None
-    """clip_cov: only tokens whose covariance of log π and A is above this are held back (1.0 in the
-    paper).
-    """
+    """clip_cov: holds back only tokens of covariance above this."""
     cov_high: float | None = None
-    """clip_cov: only tokens whose covariance is below this (5.0 in the paper)."""
+    """clip_cov: and below this."""
     penalty: NonNegative | None = None
-    """kl_cov: weight of the divergence on the tokens that are held back."""
+    """kl_cov: weight of the divergence on tokens held back."""
     advantage: Advantage = "grpo"
-    """How rewards become advantages (docs/algorithms.md); gae has a critic (`[critic]`), maxrl
-    wants rewards of at least 0.
-    """
+    """How rewards become advantages (docs/formulas.md#advantages); gae has a `[critic]`."""
     normalise: Literal["reward", "component"] = "reward"
-    """reward: compares weighted sums of components. component (GDPO): compares each component
-    within its group before the sum; takes `advantage = "grpo"`.
+    """Compare weighted sums of components, or each component by itself (GDPO), with `advantage =
+    "grpo"`.
     """
     reduction: Reduction | None = None
-    """token_mean (DAPO): over all tokens of the batch. sequence_mean (GRPO): per rollout, then over
-    rollouts. constant (Dr.GRPO): sum over `max_tokens`. Unset: the kind's own.
-    """
+    """How losses of tokens become one number (docs/formulas.md#reductions)."""
     proximal: Literal["start", "interpolated"] = "start"
-    """start: log-probabilities under the weights that begin the step, by a forward. interpolated
-    (A-3PO): between behaviour and policy by their versions, without one. It matters with several
-    updates.
+    """With several updates: log-probabilities by a forward at the step's start, or interpolated
+    (A-3PO).
     """
     kl: Divergence = "k3"
-    """Estimator of the divergence from the reference, the weights that the run began with
-    (docs/algorithms.md).
-    """
+    """Estimator of the divergence from the reference (docs/formulas.md#divergences)."""
     kl_coefficient: NonNegative = 0.0
-    """Weight of that divergence. 0 keeps no reference in memory."""
+    """Weight of the divergence from the weights after the warm start; 0 keeps no reference."""
     behaviour_coefficient: NonNegative = 0.0
-    """Weight of log²(π / µ), which pulls each token back to the policy that sampled it (0.001 is
-    usual).
-    """
+    """Weight of log²(π / µ), a pull to the behaviour policy (0.001 is usual)."""
     entropy_coefficient: NonNegative = 0.0
     """Weight of the entropy bonus; larger explores longer."""
     overlong_buffer: Count = 0
-    """DAPO's soft over-long penalty starts this many tokens before an answer's own limit; 0 is
-    none.
-    """
+    """DAPO's over-long penalty starts so many tokens before the limit; 0 is none."""
     overlong_penalty: NonNegative = 1.0
     """Its size at the limit."""
     mask_truncated: bool = False
-    """Keep rollouts with an answer that was cut short out of the loss (DAPO); their rewards stay in
-    the group.
-    """
+    """Keep rollouts that were cut short out of the loss (DAPO)."""
 
 
 class CorrectionSection(Section):
-    """How tokens of older policies are weighed, by rho = proximal / behaviour. A mask is in force
-    when its bound is set.
+    """Tokens of older policies are weighed by rho = proximal / behaviour. A mask is in force when
+    its bound is set (docs/formulas.md#masks).
     """
 
     weight: WeightKind | None = None
-    """How rho weighs a token (docs/algorithms.md). Unset: tis where the objective takes a weight.
-    off trains stale tokens as if they were fresh.
+    """How rho weighs a token (docs/formulas.md#weights). Unset: tis, if the objective takes a
+    weight.
     """
     cap: Above0 | None = None
     """tis, tis_sequence: C; larger corrects more and varies more."""
@@ -133,58 +114,47 @@ class CorrectionSection(Section):
     self_normalised: bool = False
     """Divide weights by their mean over the batch."""
     age_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Each version of age multiplies a token's loss by this; smaller trusts older tokens less."""
+    """Factor of a token's loss for each version of age; smaller trusts old tokens less."""
     geometric_low: Above0 | None = None
-    """Masks rollouts whose geometric mean of rho is less (0.99 to 0.999 are usual)."""
+    """Masks rollouts of smaller geometric mean of rho."""
     geometric_high: Above0 | None = None
-    """Masks rollouts whose geometric mean of rho is more."""
+    """Masks rollouts of larger geometric mean of rho."""
     product_low: Above0 | None = None
-    """Masks rollouts whose product of rho is less; without a weight of its own."""
+    """Masks rollouts of smaller product of rho."""
     product_high: Above0 | None = None
-    """Masks rollouts whose product of rho is more."""
+    """Masks rollouts of larger product of rho."""
     k3_max: Above0 | None = None
-    """Masks tokens whose rho - 1 - log(rho) is more (0.001 to 0.01 are usual)."""
+    """Masks tokens of larger rho - 1 - log(rho)."""
     veto_low: Above0 | None = None
-    """Masks rollouts that have a token of smaller rho (1e-4 is usual)."""
+    """Masks rollouts with a token of smaller rho."""
     veto_high: Above0 | None = None
-    """Masks rollouts that have a token of larger rho (100 is usual)."""
+    """Masks rollouts with a token of larger rho."""
     m2po: Above0 | None = None
-    """Masks the tokens of largest log(rho)^2 until the mean of the rest is below this (0.04 is
-    usual).
-    """
+    """Masks tokens of largest log(rho)^2 until the others' mean is below this."""
     opsm: Above0 | None = None
-    """Masks rollouts of negative advantage whose mean log(behaviour / policy) is more."""
+    """Masks rollouts of negative advantage and larger mean log(behaviour / policy)."""
     routing_replay: bool = True
-    """With a mixture of experts the trainer uses the experts that engines recorded for each token.
-    false lets each choose.
-    """
+    """Train with the experts that engines recorded for each token."""
 
     sampling_masks: bool | None = None
-    """Train turns that were sampled with top-p, top-k or min-p over what these kept, where engines
-    record it; false keeps such turns out of the loss. Default: true, but for a trainer that is not
-    ours.
+    """Train turns of top-p, top-k or min-p over the recorded tokens; false masks them. Default:
+    true, but for foreign trainers.
     """
 
 
 class CriticSection(Section):
-    """The critic of `objective.advantage = "gae"`: a model of the policy's size that learns beside
-    it. All other options are those of `[trainer]`.
-    """
+    """The critic of `objective.advantage = "gae"` has all other options of `[trainer]`."""
 
     learning_rate: Rate = 3e-4
-    """Peak step size of its AdamW. Default with `model.path`: ten times `trainer.learning_rate`'s
-    for whole weights, at most 0.0003.
+    """Peak step size. Default with `model.path`: ten times the trainer's for whole weights, at most
+    0.0003.
     """
     discount: Fraction = 1.0
-    """The worth of a reward one token later; smaller looks less far ahead."""
+    """Worth of a reward one token later; smaller looks less far ahead."""
     trace_decay: Fraction = 1.0
-    """λ of the advantages: 1 goes by the reward alone, smaller trusts the critic more and varies
-    less.
-    """
+    """λ: 1 goes by the reward alone, smaller trusts the critic more."""
     clip: Above0 = 0.2
-    """How far one step may move a value before its loss stops counting that as better, in units of
-    the reward; acts when a step has several updates.
-    """
+    """How far a step may move a value, in units of reward; acts with several updates."""
 
 
 # --- The loss -------------------------------------------------------------------------------------
@@ -279,15 +249,11 @@ def _masks(correction: CorrectionSection) -> Mapping[str, Mapping[str, float]]:
 
 
 class DistillationSection(Section):
-    """On-policy distillation: the student samples, and a teacher says how likely each of its tokens
-    is.
-    """
+    """The student samples, and a teacher says how likely each token is."""
 
     teacher: Path | None = None
-    """A Hugging Face model folder, or a GGUF file, with the student's tokenizer; none distils
-    nothing.
-    """
+    """A Hugging Face model folder or GGUF file with the student's tokenizer."""
     weight: NonNegative = 1.0
-    """Weight of a token's log teacher - log behaviour beside the advantage of its reward."""
+    """Weight of log teacher - log behaviour beside the advantage."""
     rewards: bool = True
-    """Whether rewards count too; without them the teacher is all there is to learn from."""
+    """Whether rewards count beside the teacher."""

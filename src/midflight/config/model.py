@@ -10,15 +10,13 @@ from midflight.config.section import Above0, Positive, Section
 
 class ModelSection(Section):
     path: Path | None = None
-    """A Hugging Face model folder to start from, or a GGUF file. Without it a model is made from
-    the sizes below, with random weights.
-    """
+    """A Hugging Face model folder or GGUF file. None: random weights of the sizes below."""
     name: str = "policy"
     """The model id that agents use."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Precision of weights in the trainer, and in engines unless `engine.dtype` says otherwise."""
+    """Precision of weights in the trainer, and by default in engines."""
     hidden_size: Positive = 128
-    """Width of a made model; larger learns more and runs slower."""
+    """Width of a random model; larger learns more and runs slower."""
     intermediate_size: Positive = 384
     """Width of its feed-forward layers."""
     num_layers: Positive = 4
@@ -28,30 +26,26 @@ class ModelSection(Section):
     num_kv_heads: Positive = 2
     """Its key/value heads; must divide `num_heads`."""
     max_context: Positive = 256
-    """Longest prompt plus answer, in tokens; larger costs memory in every engine slot. Default with
-    `path`: the model's own limit, as far as keys, values and activations fit into the memory.
+    """Longest prompt plus answer, in tokens; larger takes more memory. Default with `path`: the
+    model's limit, as far as memory allows.
     """
 
 
 class LoraSection(Section):
-    """Low-rank adapters of a frozen base, trained in place of all weights; only they go to the
-    engines. Needs `pip install 'midflight[lora]'`.
+    """Low-rank adapters are trained in place of all weights. They need `pip install
+    'midflight[lora]'`.
     """
 
     rank: Positive | None = None
-    """Width of the adapters; larger learns more, and sends more with each version. None trains all
-    weights.
-    """
+    """Width of the adapters; larger learns and sends more. None trains all weights."""
     alpha: Above0 | None = None
-    """The adapters' output is scaled by alpha / rank; larger learns faster. Default 2 * rank."""
+    """Scales the adapters by alpha / rank; larger learns faster. Default: 2 * rank."""
     targets: tuple[str, ...] = ()
-    """Last words of the names of the layers that get one, such as `q_proj`; empty is every linear
-    layer but the output layer, experts and routers.
+    """Layers that get one, such as `q_proj`; empty: all linear layers but output, experts and
+    routers.
     """
     merged: bool = False
-    """Servers get whole weights, the adapters merged into them, in a pause for each version. It is
-    for models that a server's own LoRA does not take.
-    """
+    """Servers get whole merged weights, where their own LoRA does not take the model."""
 
 
 def model_contradictions(model: ModelSection, *, max_tokens: int) -> Iterator[str]:

@@ -11,17 +11,17 @@ from midflight.errors import nearest
 
 class ObserveSection(Section):
     trackers: tuple[str, ...] = ()
-    """`tensorboard`, `wandb`, `mlflow`, `trackio`, `otel` (traces of rollouts), each an extra of
-    that name, or `module:Class` of one's own (docs/metrics.md).
+    """`tensorboard`, `wandb`, `mlflow`, `trackio`, `otel` (traces), each an extra, or your
+    `module:Class` (docs/metrics.md).
     """
     project: str = "midflight"
     """The project under which trackers list the run."""
     samples: bool = False
-    """The terminal shows the last rollout, as `--samples` does."""
+    """The terminal shows the last rollout."""
     view_port: Port = 0
-    """The port on loopback of the viewer beside a run (`midflight[view]`); 0 takes a free one."""
+    """Port of the viewer on loopback (`midflight[view]`); 0 takes a free one."""
     log_format: Literal["plain", "json"] = "plain"
-    """How logs are written: as text, or as one JSON object a line."""
+    """Logs as text, or as one JSON object a line."""
 
 
 TRACKERS = {

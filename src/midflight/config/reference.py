@@ -6,6 +6,7 @@ import ast
 import inspect
 import json
 import operator
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
@@ -23,12 +24,11 @@ INTRODUCTION = """# Configuration
 
 *A page to look things up in.*
 
-Made from the sections in `src/midflight/config` by `python -m midflight.config.reference docs/configuration.md`; edit the sentences there.
+Made from `src/midflight/config` by `python -m midflight.config.reference docs/configuration.md`; edit the sentences there.
 
-A run is one TOML file. Override an option on the command line by `--set rollout.max_staleness=2`, or `--set environment.sources.0.size=100` for
-one of a list. Write `"none"` to unset an option whose default is none. [Choosing the knobs](knobs.md) says which numbers to choose.
-*Seconds* are from 0.001 to 1e+09; other numbers with a lower bound are at most 1e+30. A default such as `16` stands for whole numbers, one such as
-`1.0` for all.
+A run is one TOML file. `--set rollout.max_staleness=2` overrides an option, `--set environment.sources.0.size=100` one of a list. `"none"` unsets an
+option whose default is none. [Choosing the knobs](knobs.md) says which numbers to choose. *Seconds* are from 0.001 to 1e+09. Other numbers are above
+0, unless the values say otherwise, and at most 1e+30. A default such as `16` stands for whole numbers, one such as `1.0` for all.
 """
 TEN = (
     "model.path",
@@ -60,13 +60,17 @@ GROUPS = {
     "Several machines": ("cluster",),
 }
 """The sections in the order in which a reader meets them, by the heading of the page."""
+_PAGE = re.compile(r"docs/((?:[\w-]+/)*)([\w-]+)\.md(#[\w-]+)?")
+"""A page in docs, perhaps with the anchor of a heading."""
+_ABOVE_0 = re.compile(r"(integer) ≥ 1(?: and)?(?= |$)|(number) > 0(?: and)?(?= |$)")
+"""The least of a number of which the introduction says that it is above 0."""
 HEADER = ("| option | default (values) | meaning |", "|---|---|---|")
 
 
 def reference() -> str:
     """The page, as Markdown."""
     described = descriptions()
-    parts = [INTRODUCTION, _first_options(described)]
+    parts = [INTRODUCTION, _first_options()]
     for heading, sections in GROUPS.items():
         parts.append(f"## {heading}\n")
         for key in _section_keys(sections):
@@ -74,18 +78,17 @@ def reference() -> str:
     return "\n".join(parts)
 
 
-def _first_options(described: Mapping[tuple[str, str], str]) -> str:
-    """The table of the options that everyone sets, by their whole keys. Each has the first sentence
-    of its text; the rest stands once, in the table of its section.
-    """
-    lines = ["## The ten that everyone sets", "", "| option | default | meaning |", "|---|---|---|"]
-    known = options()
-    for key in TEN:
-        table, _, name = key.rpartition(".")
-        text = described[section_class(table).__name__, name]
-        first = text.partition(". ")[0].removesuffix(".")
-        lines.append(_table_row(f"`{key.replace('.*', '')}`", _default(known[key]), f"{first}."))
-    return "\n".join([*lines, ""])
+def _first_options() -> str:
+    """The options that everyone sets, by their whole keys, each with a link to its section."""
+    links = ", ".join(_link(key) for key in TEN)
+    return f"## The ten that everyone sets\n\nTheir sections explain them: {links}.\n"
+
+
+def _link(key: str) -> str:
+    """An option with a link to the heading of its section, as readers of Markdown name it."""
+    plain = key.replace(".*", "")
+    anchor = plain.rpartition(".")[0].replace(".", "")
+    return f"[`{plain}`](#{anchor})"
 
 
 def descriptions() -> Mapping[tuple[str, str], str]:
@@ -132,7 +135,7 @@ def _section(key: str, described: Mapping[tuple[str, str], str]) -> str:
     title = f"[[{key.removesuffix('.*')}]]" if key.endswith(".*") else f"[{key}]"
     lines = [f"### `{title}`", ""]
     if described.get((owner, "")):
-        lines += [described[owner, ""], ""]
+        lines += [_linked(described[owner, ""]), ""]
     lines += HEADER
     for option in options().values():
         table, _, name = option.key.rpartition(".")
@@ -159,7 +162,12 @@ def section_class(key: str) -> type[Section]:
 
 def _row(option: Option, text: str, name: str) -> str:
     """The row of an option, called `name` there."""
-    return _table_row(f"`{name}`", _default_and_values(option), text)
+    return _table_row(f"`{name}`", _default_and_values(option), _linked(text))
+
+
+def _linked(text: str) -> str:
+    """The text of an option, where the name of a page in docs is a link to it."""
+    return _PAGE.sub(r"[\2](\1\2.md\3)", text)
 
 
 def _default_and_values(option: Option) -> str:
@@ -182,10 +190,17 @@ def _values(option: Option) -> str:
     """The accepted values, in fewer words than an error has for them. What the introduction of the
     page says of all numbers is left out.
     """
+    if option.is_list:
+        return "tables"
+    is_number = option.kind in ("a number", "a whole number")
+    if is_number and not option.bounds and not option.choices:
+        return "any number"
     text = option.expectation.replace("'", "`").replace(' (or "none")', "")
     text = text.replace("a whole number", "integer").replace("a number", "number")
+    text = text.replace("a list of whole numbers", "integers")
     text = text.replace(" >= ", " ≥ ").replace(" <= ", " ≤ ").replace("one of ", "")
-    return text.replace("number ≥ 0.001 and ≤ 1e+09", "seconds").replace(" and ≤ 1e+30", "")
+    text = text.replace("number ≥ 0.001 and ≤ 1e+09", "seconds").replace(" and ≤ 1e+30", "")
+    return _ABOVE_0.sub(r"\1\2", text)
 
 
 def _default(option: Option) -> str:
@@ -193,7 +208,9 @@ def _default(option: Option) -> str:
         return "required"
     if option.default is None:
         return "" if not option.optional else "none"
-    return "see above" if option.is_list else f"`{json.dumps(option.default)}`"
+    if option.is_list and option.default:
+        return ""
+    return f"`{json.dumps(option.default)}`"
 
 
 if __name__ == "__main__":

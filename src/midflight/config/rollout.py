@@ -8,36 +8,32 @@ from midflight.types import PauseMode, StalePolicy
 
 
 class RolloutSection(Section):
-    """The six knobs of asynchrony, and the shape of a batch."""
-
     groups_per_step: Positive = 16
-    """B: groups (tasks) one step trains on; larger gives a steadier gradient and a slower step."""
+    """B: groups (tasks) of a step; larger is steadier and slower."""
     group_size: Positive = 8
     """n: rollouts of one task; larger estimates the advantage better."""
     max_in_flight: Positive | None = None
-    """Rollouts running at once; larger hides more latency and makes tokens older. Default: as many
-    as the engines hold, at most (S + 1) * B * n.
+    """Rollouts at once; more hide latency and make tokens older. Default: what engines hold, at
+    most (S + 1) * B * n.
     """
     max_staleness: Count = 4
-    """S: no trained token is older than this many versions. 0 is the synchronous loop."""
+    """S: versions that a trained token may be old; 0 is synchronous."""
     stale_policy: StalePolicy = StalePolicy.WAIT
-    """Says what becomes of a group that would grow too old (docs/staleness.md)."""
+    """What becomes of groups that would grow too old (docs/staleness.md#the-other-policies)."""
     pause_mode: PauseMode | Literal["auto"] = "auto"
-    """How engines pause for a commit (docs/pause-and-resume.md); `auto` goes by what they can."""
+    """How engines pause for a commit (docs/pause-and-resume.md#four-modes)."""
     buffer_groups: Positive | None = None
-    """Finished groups that may wait; larger absorbs more variation. Default (S + 1) * B; less than
-    B is refused.
-    """
+    """Finished groups that may wait; larger absorbs more variation. Default: (S + 1) * B."""
     min_group_size: Positive | None = None
     """Fewer scored rollouts than this drop the group. Default: half of `group_size`."""
     retries: Count = 1
     """How often a rollout whose infrastructure failed is tried again."""
     show_every: Count = 0
-    """Steps between completions that terminal and journal show; 0 shows none."""
+    """Steps between completions that are shown; 0 shows none."""
     show_completions: Positive = 2
-    """How many of the step's rollouts are shown then, the first of each group in turn."""
+    """How many rollouts are shown then."""
     drop_zero_spread: bool = False
-    """Drop groups whose rewards are all equal, and draw others (DAPO's dynamic sampling)."""
+    """Replace groups whose rewards are all equal (DAPO's dynamic sampling)."""
 
 
 def rollout_contradictions(rollout: RolloutSection, *, max_sessions: int) -> Iterator[str]:

@@ -23,39 +23,29 @@ class KeptTrajectories(NamedTuple):
 
 class RunSection(Section):
     name: str = "run"
-    """Label of the run; part of every request seed, so two runs of the same name and seed sample
-    alike.
-    """
+    """Label; runs of the same name and seed sample alike."""
     folder: Path = Path("runs/run")
     """The folder for everything that the run writes."""
     store_folder: Path | None = None
-    """Folder for the store on a local disk, an absolute path; each checkpoint gets a copy. Default:
-    the run's folder, which may not lie on a network then.
-    """
+    """Absolute path of a local folder for the store, needed where `folder` lies on a network."""
     keep_trajectories: str = "all"
-    """The tokens of rollouts that are kept once training does not need them: `all`, those of a time
-    (`12h`, `30d`), or the newest of a size (`500GB`, `2TB`; each of several gateways has an equal
-    part). Rewards, accounts and digests always stay.
+    """Tokens kept after training: `all`, those of a time (`12h`, `30d`), or of a size (`500GB`,
+    `2TB`).
     """
     share_with_group: str = ""
-    """A group of this machine whose users may read the run's folder, for `midflight view` and
-    `join` by others. Default: only the user of the run may.
-    """
+    """A group of this machine that may read the run's folder too."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seeds weights, task order and sampling."""
     steps: Positive = 100
     """Optimiser steps of reinforcement learning."""
     stop_at_reward: Fraction | None = None
-    """Ends before `steps` once the mean reward over the last 20 steps reaches this."""
+    """Ends earlier once the mean reward of 20 steps reaches this."""
     restarts: Count = 2
-    """How often in a row each part may die and be started again before the run fails. A restart
-    counts no more after ten minutes.
-    """
+    """Restarts of a part in a row before the run fails; ten minutes give one back."""
     stall_seconds: Seconds = 120.0
-    """A part that hangs is shown and started again after this, unless its task has a longer limit.
-    """
+    """A part that hangs this long is started again; some tasks have longer limits."""
     stop_seconds: Seconds = 5.0
-    """Time a stopping run gives its parts before it kills them."""
+    """Time for parts to end before they are killed."""
 
     @property
     def kept_trajectories(self) -> KeptTrajectories | None:

@@ -20,58 +20,46 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class SourceSection(Section):
-    """One source of tasks and the share it has in the stream. It says where they are from with one
-    of `dataset`, `path`, `entry` and `posted`.
-    """
+    """A source has one of `dataset`, `path`, `entry` and `posted`."""
 
     dataset: str | None = None
-    """A dataset of reasoning-gym, by its name, such as `spell_backward`."""
+    """A dataset of reasoning-gym, such as `spell_backward`."""
     path: Path | None = None
-    """A file of rows: JSON lines (`.jsonl`), CSV (`.csv`, `.tsv`), Parquet, or a folder written by
-    `datasets.save_to_disk`; the last two need `pip install 'midflight[data]'`.
+    """A file of rows (`.jsonl`, `.csv`, `.tsv`, `.parquet`), or a folder of
+    `datasets.save_to_disk`.
     """
     entry: str | None = None
-    """`module:function` that returns the rows: an iterable of dicts, a `datasets.Dataset` or a
-    torch one. It must return the same each time.
-    """
+    """`module:function` that returns the rows, the same each time."""
     posted: bool = False
-    """Tasks come over HTTP, `POST /midflight/v1/tasks`, and are tried before those of other
-    sources; without others the run waits for them.
-    """
+    """Tasks come by `POST /midflight/v1/tasks`, and are tried first."""
     name: str = ""
-    """What metrics call it. Default: the name of the dataset, of the file without its ending, or of
-    the function; else `posted`.
-    """
+    """Its name in metrics. Default: that of dataset, file or function."""
     weight: Above0 = 1.0
-    """Share in the stream, relative to the other sources."""
+    """Its share of tasks, relative to other sources."""
     size: Positive | None = None
     """Most tasks to train on. Default: 2000 of a dataset, else all rows."""
     heldout: Count | Share | Path | None = None
-    """Tasks kept for evaluation, disjoint from training by content: their number, their share of
-    the rows, or a second file. Default: 256 of a dataset, else 0, and nothing is evaluated.
+    """Tasks kept for evaluation: a number, a share, or a second file. Default: 256 of a dataset,
+    else 0.
     """
     shuffle: bool = True
-    """Whether each pass through the tasks has an order of its own; else all are in the order of the
-    rows.
-    """
+    """Each pass has an order of its own; false: that of the rows."""
     prompt: str = "{question}"
-    """What the model is asked: a format over the row's columns such as `{question}`, or the name of
-    a column with a text or a conversation (`messages`).
-    """
+    """A format over columns, or the name of a column with a text or conversation."""
     system: str = ""
     """A system message before the prompt."""
     answer: str = ""
-    """The column with the expected answer, a text or a number, which becomes `answer` as text."""
+    """The column with the expected answer, which becomes a text."""
     id: str = ""
-    """The column that identifies a task, each value once; empty numbers the rows from 0."""
+    """The column that identifies a task; empty numbers the rows from 0."""
     content: str = ""
-    """The column that identifies a task's content; training and held-out tasks never share a value
-    of it. Default: the prompt; of a dataset `question`.
+    """Training and held-out tasks share no value of this column. Default: the prompt; of a dataset
+    `question`.
     """
     only: str = ""
-    """A regular expression that a whole content must match to become a task, such as `[a-z]+`."""
+    """A regular expression that the whole content of tasks matches, such as `[a-z]+`."""
     options: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
-    """Options of the dataset itself, or arguments of the function."""
+    """Options of the dataset, or arguments of the function."""
 
     @property
     def origin(self) -> str:
@@ -111,16 +99,14 @@ class SourceSection(Section):
 
 
 class CurriculumSection(Section):
-    """Which task of a source is tried next, by how often its rollouts passed lately. Each task is
-    in a pool: not tried yet, hard, learnable or easy.
-    """
+    """The next task may be chosen by how often its rollouts passed lately."""
 
     priority: Literal["uniform", "learnability"] = "uniform"
-    """learnability: nine of ten draws are of tasks that are learnable or not tried yet, in
-    proportion to p(1 - p) of the pass rate p. uniform: tasks have their turns.
+    """uniform: tasks take turns. learnability: mostly tasks that are untried or pass sometimes
+    (docs/data.md#which-task-comes-next).
     """
     passes: float = 1.0
-    """The reward from which a rollout has passed, here and in the pass@k of evaluations."""
+    """The reward from which a rollout passes, also for pass@k."""
 
     @property
     def chooses(self) -> bool:

@@ -11,12 +11,11 @@ from midflight.config.section import Above0, Count, Fraction, NonNegative, Posit
 
 class TrainerSection(Section):
     learning_rate: Rate = 3e-4
-    """Peak step size of AdamW; larger learns faster, until the model forgets its skills. Default
-    with `model.path`: 0.0003 up to 3 million parameters, 2e-05 at 135 million, 1e-06 from 7
-    billion; ten times that with `[lora]`.
+    """AdamW's peak step size; larger learns faster, until skills are lost. Default with
+    `model.path`: by the model's size, ten times that with `[lora]`.
     """
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls from its peak to zero over the run."""
+    """How the learning rate falls to zero over the run."""
     warmup_steps: Count = 5
     """Steps of linear warm-up."""
     weight_decay: NonNegative = 0.0
@@ -26,41 +25,31 @@ class TrainerSection(Section):
     max_grad_norm: Above0 = 1.0
     """Gradients of larger L2 norm are scaled down to it."""
     micro_batch_tokens: Positive = 2048
-    """Tokens of one forward and backward; larger takes more memory, and is faster on GPUs alone.
-    Default with `model.path`: 4096 on GPUs; on CPUs 512 to 2048, by memory.
+    """Tokens of one forward and backward; larger takes memory, and is faster on GPUs alone. Default
+    with `model.path`: 4096 on GPUs, else 512 to 2048.
     """
     updates_per_step: Positive = 1
-    """Mini-batch updates in a step; above 1 the proximal policy is computed at the step's start."""
+    """Mini-batch updates of a step."""
     epochs_per_step: Annotated[int, Field(ge=1, le=1000)] = 1
-    """How often a step trains on its batch (µ of GRPO, PPO's epochs)."""
+    """How often a step trains on its batch (GRPO's µ, PPO's epochs)."""
     on_alarm: Literal["warn", "skip", "stop"] = "warn"
-    """Some readings say that training is off its distribution. They warn, skip the step, or stop
-    the run.
-    """
+    """What to do when the policy is far from the one that sampled."""
     ranks: Positive = 1
-    """Trainer processes that share each step, with the model sharded over them; on a GPU machine
-    one for each GPU.
-    """
+    """Processes over which model and step are sharded; on GPUs one for each."""
     compute_dtype: Literal["auto", "bfloat16"] = "auto"
-    """Precision of the forward and backward; `auto` is that of the weights. bfloat16 beside float32
-    weights is faster on GPUs and slower on CPUs without AMX.
+    """Precision of forward and backward; `auto` is the weights'. bfloat16 is slower on CPUs without
+    AMX.
     """
     activation_checkpointing: bool = False
-    """Keep only each layer's input for the backward and compute the rest again: less memory, about
-    a third more time.
-    """
+    """Compute activations again for the backward: less memory, a third more time."""
     compile: bool = False
-    """Compile the layers' feed-forward parts: slower to start, no faster on CPUs, not measured on
-    GPUs.
-    """
+    """Compile feed-forward layers: slower to start, no faster on CPUs, unmeasured on GPUs."""
     deterministic: bool = False
-    """Compute a step on a GPU so that the same step gives the same bits again, as on a CPU: slower.
-    For runs whose steps somebody replays.
-    """
+    """Steps on a GPU give the same bits again, as on CPUs; slower."""
     threads: Positive = 1
     """CPU threads of one trainer process."""
     device: str = "cpu"
-    """The device of the trainer: `cpu`, `cuda` (a GPU for each rank), or such as `cuda:1`."""
+    """`cpu`, `cuda` (a GPU for each rank), or such as `cuda:1`."""
     checkpoint_every: Count = 50
     """Steps between checkpoints; 0 saves at the end only."""
     keep_checkpoints: Positive = 2
@@ -68,25 +57,22 @@ class TrainerSection(Section):
 
 
 class WarmStartSection(Section):
-    """Supervised fine-tuning before reinforcement learning, on the answers of the sources' tasks or
-    on conversations. It stops on accuracy, not on steps. There is none without `target_accuracy`
-    and `data`.
+    """Supervised fine-tuning comes before reinforcement learning if `data` or `target_accuracy` is
+    set.
     """
 
     data: Path | None = None
-    """Conversations to learn from, as JSON lines with `messages` (OpenAI's) and optional `tools`:
-    every message of the assistant. None learns the `answer` of the sources' tasks.
+    """JSON lines of conversations (docs/data.md#a-warm-start-on-conversations). None learns the
+    `answer` of tasks.
     """
     target_accuracy: Fraction | None = None
-    """Stop once held-out exact match reaches this: of held-out tasks of the first source, or of an
-    eighth of the conversations. Without it `data` is learnt for `max_steps`.
-    """
+    """Stop once held-out exact match reaches this, on the first source or an eighth of `data`."""
     learning_rate: Rate = 2e-3
-    """Peak step size. Default with `model.path`: ten times `trainer.learning_rate`'s for whole
-    weights, at most 0.002.
+    """Peak step size. Default with `model.path`: ten times the trainer's for whole weights, at most
+    0.002.
     """
     max_steps: Positive = 2000
-    """Gives up (and goes on) after this many steps."""
+    """Gives up, and goes on, after so many steps."""
     examples_per_step: Positive = 64
     """Answers that one step learns from."""
     evaluate_every: Positive = 25

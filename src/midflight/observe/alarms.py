@@ -127,13 +127,12 @@ class Alarms:
                 self._stepped(fact)
             case facts.Quarantined(engine=engine, error=error):
                 text = f"{engine} gets no more requests: {shortened(error)}"
-                #: An engine does not serve requests.
+                #: `engine_lost`, `engine_back`: An engine serves no requests, and serves them again.
                 if self._say("engine_lost", text, about=engine):
                     self._lost.add(engine)
             case facts.Rejoined(engine=engine, version=version) if engine in self._lost:
                 self._lost.discard(engine)
                 text = f"{engine} gets requests again, at version {version}"
-                #: An engine that was lost serves requests again.
                 self._record(facts.Alarmed("engine_back", text))
             case _:
                 pass
@@ -163,7 +162,7 @@ class Alarms:
     def _dropped(self, closed: facts.GroupClosed) -> None:
         at = f"task {closed.key.index} of epoch {closed.key.epoch}"
         why = WHY_DROPPED[closed.reason]
-        #: A group is lost to training, the first for each reason.
+        #: A group is lost to training (the first for each reason).
         self._say(
             "group_dropped",
             f"a group was dropped ({at}, {closed.num_tokens} tokens): {why}.",
@@ -173,7 +172,7 @@ class Alarms:
     def _all_masked(self, session: facts.SessionEnded) -> None:
         fields = ", ".join(session.masked_by) or "a record that its engine left out"
         masked = sum(session.masked.values())
-        #: All tokens of a session are masked: which fields of requests caused it.
+        #: All tokens of a session are masked, because of which fields of requests.
         self._say(
             "all_masked",
             f"all {masked} tokens of a session are masked ({', '.join(session.masked)}), because "
@@ -217,8 +216,7 @@ class Alarms:
             )
             lines += [f"  {place}" for place in own_frames(rollout.trace)]
             lines += [f"  the whole traceback: {self._log}"]
-        #: A rollout got no reward, the first by this class of error. The traceback is in
-        #: `logs/rollout.log`.
+        #: A rollout got no reward, the first by this class of error.
         self._record(facts.Alarmed("failure", "\n".join(lines)))
 
     def _scored(self, rollout: facts.RolloutEnded) -> None:

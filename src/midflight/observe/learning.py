@@ -119,14 +119,13 @@ class Learning:
         task that was drawn.
         """
         counts = Counter(self._refilled)
-        #: `curriculum/drawn/<pool>`: Tasks begun from a pool: unseen, hard, learnable, easy.
-        #: Healthy: mostly unseen and learnable.
+        #: `curriculum/drawn/<pool>`, `curriculum/pool/<pool>`: Tasks begun from a pool (unseen, hard,
+        #: learnable, easy), and tasks in it. Healthy: begins unseen and learnable ones; easy grows.
         counts.update(f"drawn/{drawn.pool}" for drawn in self._drawn)
         found = {name: float(number) for name, number in sorted(counts.items())}
         if self._drawn:
             last = self._drawn[-1]
             for pool, size in last.sizes.items():
-                #: `curriculum/pool/<pool>`: Tasks in the pool. Healthy: easy grows.
                 found[f"pool/{pool}"] = float(size)
             if last.pass_rate is not None:
                 #: `curriculum/pass_rate`: Passes among the rollouts that pass rates look back on

@@ -110,8 +110,8 @@ class LearningAlarms:
         num_low = sum(reward < middle for reward in alike)
         is_learning = mean >= self._first_mean + LEARNED
         if len(alike) >= ALIKE_SHARE * len(self._groups) and not is_learning:
-            #: Of the last 16 groups (two steps' worth if more) three quarters had one reward. Not with
-            #: a critic or a teacher, nor where the mean reward has risen by 0.1.
+            #: Three quarters of the last 16 groups (two steps' worth if more) had one reward. Not with a
+            #: critic or a teacher, nor once the mean reward has risen by 0.1.
             self._say("groups_alike", self._alike(alike, every, num_low))
 
     def _alike(self, alike: list[float], rewards: list[float], num_low: int) -> str:
@@ -167,7 +167,7 @@ class LearningAlarms:
         self._rollouts.append(rollout)
         cut = [rollout for rollout in self._rollouts if rollout.truncated]
         if len(self._rollouts) >= MIN_ROLLOUTS and len(cut) >= CUT_SHARE * len(self._rollouts):
-            #: A quarter of the last 64 rollouts (32 at least) were cut short; by which limit.
+            #: A quarter of the last 64 rollouts (32 at least) were cut short.
             self._say("answers_cut", self._cut(cut))
 
     def _cut(self, cut: list[facts.RolloutEnded]) -> str:
@@ -222,8 +222,7 @@ class LearningAlarms:
         self._distance = distance
         if rate is None or step.version > FIRST_VERSIONS or distance <= FAR:
             return False
-        #: One of the first ten steps moved more than 0.25 nats (`rho/k1`, `rho/k3`); with a rate to
-        #: begin again with.
+        #: One of the first ten steps moved more than 0.25 nats (`rho/k1`, `rho/k3`).
         self._say("step_size", self._far(step, rate, distance, before))
         return True
 

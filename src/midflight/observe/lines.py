@@ -30,15 +30,16 @@ class StepLine(
     """Length of the step, without the wait for its batch (s)."""
     eta_seconds: float | None = None
     tokens: int
-    """Trainable tokens of the batch."""
     groups: int | None = None
-    """Groups of the batch. Healthy: `rollout.groups_per_step`."""
+    """`tokens`, `groups`: Trainable tokens and groups of the batch. Healthy:
+    `rollout.groups_per_step` groups.
+    """
     rollouts: int
-    """Training rollouts that ended since the step before."""
+    """Training rollouts that ended."""
     reward: float | None = None
-    """Mean reward of the rollouts that ended since the step before. Healthy: rises."""
+    """Mean reward of the rollouts. Healthy: rises."""
     reward_by_source: dict[str, float] | None = None
-    """The same of each source."""
+    """`reward` of each source."""
     reward_spread: float | None = None
     zero_spread_share: float | None = None
     generated_length: float | None = None
@@ -58,10 +59,12 @@ class StepLine(
     staleness: dict[int, int] | None = None
     """Trainable tokens of the batch by age."""
     staleness_mean: float | None = None
-    """Mean age of the trainable tokens (versions). Healthy: at most `rollout.max_staleness`."""
     staleness_max: int | None = None
-    """Largest age of them (versions). Healthy: the same."""
+    """`staleness_mean`, `staleness_max`: Mean and largest age of the trainable tokens (versions).
+    Healthy: at most `rollout.max_staleness`.
+    """
     generation_rate: float
+    """Output tokens/s of all engines, since the line before."""
     training_rate: float
     training_seconds: float = 0.0
     overlap_share: float | None = None
@@ -71,19 +74,20 @@ class StepLine(
     bound: Bound = Bound.UNKNOWN
     advice: str = ""
     waits: dict[str, float] | None = None
-    """Idle seconds since the line before. The key says who waited, such as `trainer for generation`."""
+    """Idle seconds since the line before, by who waited, such as `trainer for generation`."""
     dropped: dict[str, int] | None = None
     """Groups dropped since the line before, by reason."""
     stage_seconds: float | None = None
-    """Slowest engine: bringing weights in while it decodes (s). Healthy: less than a step."""
     pause_seconds: float | None = None
-    """Slowest engine: standing still for the swap (s). Healthy: a hundredth of a step."""
+    """`stage_seconds`, `pause_seconds`: Slowest engine: bringing weights in while it decodes, and
+    standing still for the swap (s). Healthy: less than a step; a hundredth of one.
+    """
     trainer: dict[str, float | None] | None = None
     """The trainer's numbers, by their names above without `train/`."""
     digests: StepDigests | None = None
     """Digests of batch, stores, weights and all steps (`chain`): docs/audit.md."""
     totals: Totals
-    """Counts since the run began; the keys are those of the summary."""
+    """Counts since the run began, by keys of the summary."""
 
 
 class EvaluationLine(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation", tag_field="kind"):
@@ -98,18 +102,16 @@ class EvaluationLine(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation"
     source: str
     """The source of tasks, or `SUITE/SOURCE`."""
     num_tasks: int
-    """Tasks that were scored; of a suite, answers."""
     mean_reward: float | None
-    """Their mean reward. Null if none was scored."""
+    """`num_tasks`, `mean_reward`: Tasks that were scored (of a suite, answers), and their mean reward."""
     num_failed: int = 0
-    """Tasks without a score, which count in no mean."""
     error: str | None = None
-    """The error of one of the tasks that failed."""
+    """`num_failed`, `error`: Tasks without a score, which count in no mean, and the error of one."""
     incomplete: bool = False
     """More than 5 % have no score: do not compare the mean."""
     at: dict[str, float] | None = None
-    """What a suite adds: `samples` and `temperature` are its options. `pass@k` is the chance that one
-    of k answers passes. `best@k` is the mean reward of the best of k answers. Both are unbiased.
+    """What a suite adds: its options `samples` and `temperature`; `pass@k`, the chance that one of k
+    answers passes, and `best@k`, the mean reward of the best of k answers, both unbiased.
     """
 
 

@@ -40,9 +40,10 @@ FAMILIES = {
 """The beginnings of the names of what fields hold by names of their own."""
 
 SUMS = {
-    #: Tries without a reward. Healthy: near 0.
+    #: `rollout/num_failed`, `rollout/num_groups_dropped`: Tries without a reward (`failures`: by class
+    #: of error), and groups dropped (`dropped`: by reason). Healthy: near 0; 0 without
+    #: `rollout.drop_zero_spread`.
     "rollout/num_failed": "failures",
-    #: Groups dropped. Healthy: 0 without `rollout.drop_zero_spread`.
     "rollout/num_groups_dropped": "dropped",
 }
 """The names of sums over fields that count by class or reason."""
@@ -86,14 +87,13 @@ def _step(line: StepLine) -> Pairs:
 
 
 def _evaluation(line: EvaluationLine) -> Pairs:
-    #: Mean reward of the held-out tasks that were scored. Healthy: rises.
+    #: `eval/<source>/reward`, `eval/<source>/num_tasks`, `eval/<source>/num_failed`,
+    #: `eval/<source>/<name>`: What `mean_reward`, `num_tasks`, `num_failed` and `at` of an
+    #: evaluation's line say. Healthy: rises; at most 5 % failed.
     yield f"eval/{line.source}/reward", line.mean_reward
-    #: Held-out tasks that were scored.
     yield f"eval/{line.source}/num_tasks", line.num_tasks
-    #: Held-out tasks without a score. Healthy: at most 5 %.
     yield f"eval/{line.source}/num_failed", line.num_failed
     for name, value in (line.at or {}).items():
-        #: Of a suite: `samples`, `temperature`, `pass@k` and `best@k`.
         yield f"eval/{line.source}/{name}", value
 
 
@@ -104,23 +104,22 @@ def _measured(line: StepLine) -> Pairs:
     measured = line.metrics or {}
     for name, value in measured.items():
         if not name.startswith("tools/"):
-            #: `rollout/<measured>`: Mean of what environments measured; numbers among fields are
-            #: `fields/NAME`.
+            #: `rollout/<measured>`: Mean of each number that environments measured, over the rollouts
+            #: that have it (in `metrics`, with those of tools). Numbers among fields are `fields/NAME`.
             yield f"rollout/{name}", value
         elif name in ("tools/unknown", "tools/exhausted"):
-            #: `tools/unknown`: Mean calls of a rollout to unknown tools. Healthy: 0.
+            #: `tools/call_frequency`, `tools/unknown`: Mean calls of a rollout to all tools, and to
+            #: unknown ones. Healthy: 0 unknown.
             #: `tools/exhausted`: Rollouts that `environment.max_turns` ended while tools were called
             #: (share). Healthy: below 0.1.
             yield name, value
         elif name.endswith("/calls"):
             tool = name.removesuffix("/calls")
-            #: `tools/call_frequency`: Mean calls of a rollout.
+            #: `tools/failure_frequency`, `tools/seconds`: Failed calls over calls (share), and mean
+            #: seconds of a call. Healthy: below 0.1; well below `environment.tool_seconds`.
             #: `tools/<name>/<reading>`: `call_frequency`, `failure_frequency` and `seconds` of one
             #: tool.
             yield f"{tool}/call_frequency", value
             if value:
-                #: `tools/failure_frequency`: Failed calls over calls (share). Healthy: below 0.1.
                 yield f"{tool}/failure_frequency", measured.get(f"{tool}/failures", 0.0) / value
-                #: `tools/seconds`: Mean seconds of a call (s). Healthy: well below
-                #: `environment.tool_seconds`.
                 yield f"{tool}/seconds", measured.get(f"{tool}/seconds", 0.0) / value

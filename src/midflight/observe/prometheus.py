@@ -111,12 +111,12 @@ class Metrics:
         )
         self._mismatches = Counter(
             "midflight_retokenisation_mismatches",
-            "Prompts that would have other ids if tokenised anew; the sampled ids are reused.",
+            "Prompts that would have other ids if tokenised anew.",
             registry=r,
         )
         self._masked_by = Counter(
             "midflight_masked_tokens",
-            "Tokens not sampled from the policy, by the field of the request that caused it.",
+            "Tokens not sampled from the policy, by the field of the request.",
             ["field"],
             registry=r,
         )
@@ -168,7 +168,7 @@ class Metrics:
         self._alarms = Counter("midflight_alarms", "Alarms, by name.", ["name"], registry=r)
         self._reward = Gauge(
             "midflight_reward_sum",
-            "Sum of the rewards of training rollouts; divide by the scored ones.",
+            "Sum of the rewards of training rollouts, by source; divide by the scored ones.",
             ["source"],
             registry=r,
         )
@@ -201,7 +201,7 @@ class Metrics:
         )
         self._refilled = Counter(
             "midflight_refilled_groups",
-            "Groups that others replaced because all of it passed or failed.",
+            "Groups replaced because all passed or all failed.",
             ["alike"],
             registry=r,
         )
@@ -360,7 +360,7 @@ class Metrics:
 
     def _accounts(self, accounts: Accounts) -> Iterable[Metric]:
         groups = GaugeMetricFamily(
-            "midflight_groups", "Groups of the run, by where they are.", labels=["state"]
+            "midflight_groups", "Groups of the run, by state.", labels=["state"]
         )
         for state in ("running", "waiting", "leased", "trained"):
             groups.add_metric([state], getattr(accounts, state))
@@ -389,13 +389,13 @@ class Metrics:
             requests.add_metric([engine], number)
         most = GaugeMetricFamily(
             "midflight_max_in_flight",
-            "Rollouts that may run at once, and what limits them: set, slots, keys or staleness.",
+            "Rollouts that may run at once, by kind and limiting reason: set, slots, keys or staleness.",
             labels=["kind", "reason"],
         )
         for kind, (number, reason) in self.in_flight().items():
             most.add_metric([kind, reason], number)
         engines = GaugeMetricFamily(
-            "midflight_engines", "Engines of the run, by how they stand.", labels=["state"]
+            "midflight_engines", "Engines of the run, by state.", labels=["state"]
         )
         for state, number in self.engines().items():
             engines.add_metric([state], number)

@@ -110,28 +110,28 @@ class LearningStatus:
     """Means over recent training rollouts and groups. `None` before the first."""
 
     generated_length: float | None = None
-    """Mean output tokens of a rollout that got a reward."""
+    """Mean output tokens of a rollout with a reward."""
     trained_length: float | None = None
-    """Mean trainable tokens of a rollout in a batch: less if long ones are dropped or masked.
-    Healthy: near `rollout/length_mean`.
+    """Mean trainable tokens of a rollout in a batch. Healthy: near `rollout/length_mean`, less if long
+    ones are dropped or masked.
     """
     truncated_share: float | None = None
-    """Rollouts with a turn that ended by its limit (share). Healthy: below 0.1."""
+    """Share of rollouts with a turn that ended by its limit. Healthy: below 0.1."""
     reward_spread: float | None = None
     """Mean standard deviation of the rewards within a group, over n - 1. Healthy: above 0."""
     zero_spread_share: float | None = None
-    """Groups whose rewards are all alike (share), which teach nothing. Healthy: below 0.5."""
+    """Share of groups whose rewards are all alike, which teach nothing. Healthy: below 0.5."""
     turns_mean: float | None = None
-    """Mean answers of the model in a rollout that got a reward."""
+    """Mean answers of the model in a rollout with a reward."""
     components: dict[str, float] = field(default_factory=dict[str, float])
-    """The mean of each component of the rewards (docs/environments.md#what-an-environment-returns),
-    over the rollouts that it applied to.
+    """Mean of each component of the rewards (docs/environments.md#what-an-environment-returns),
+    where it applies.
     """
     metrics: dict[str, float] = field(default_factory=dict[str, float])
-    """The mean of each number that environments measured, over the rollouts that have it."""
+    """Mean of each number that environments measured, over the rollouts that have it."""
     lengths: dict[str, float] = field(default_factory=dict[str, float])
-    """`min` and `max` output tokens of the rollouts that got a reward; `terminated_mean`,
-    `terminated_min` and `terminated_max` of those that were not cut short.
+    """`min` and `max` output tokens of rollouts with a reward; `terminated_mean`, `terminated_min` and
+    `terminated_max` of those not cut short.
     """
     curriculum: dict[str, float] = field(default_factory=dict[str, float])
     """`refilled/...` and `drawn/...` count groups, `pool/...` counts tasks, and `pass_rate` is a
@@ -174,21 +174,22 @@ class Totals:
     """
 
     generated_tokens: int = 0
-    """Output tokens of the engines, evaluation included."""
     trained_tokens: int = 0
-    """Tokens the loss was taken over; the warm start is not among them."""
+    """`generated_tokens`, `trained_tokens`: Output tokens of the engines, evaluation included, and
+    tokens in the loss, without the warm start.
+    """
     rollouts: int = 0
-    """Training rollouts that ended."""
     failed_rollouts: int = 0
-    """Training rollouts without a reward."""
     rollouts_spanning_versions: int = 0
-    """Training rollouts whose tokens come from more than one version."""
+    """`rollouts`, `failed_rollouts`, `rollouts_spanning_versions`: Training rollouts that ended, those
+    without a reward, and those with tokens of several versions.
+    """
     failed_requests: int = 0
     """Requests that ended in an error at the agent's edge."""
     weight_updates: int = 0
-    """Versions that went live on at least one engine, without the first."""
+    """Versions after the first that went live on at least one engine."""
     max_token_staleness: int = 0
-    """Largest age of a trained token, in versions."""
+    """Largest age of a trained token (versions)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +217,9 @@ class Status:
     seconds: float = 0.0
     """The seconds that the run has run, over all its starts."""
     start_seconds: float = 0.0
-    """Seconds since this start began, with a warm start and what comes after the training phase."""
+    """Seconds of this start, its warm start and its end included."""
     training_seconds: float = 0.0
-    """Length of the training phase of this start, as far as it has come."""
+    """Seconds of this start from its first training rollout to the end of its last step."""
     eta_seconds: float | None = None
     """Seconds until the last step; none before two steps."""
     warm_start: WarmStartStatus | None = None
@@ -234,22 +235,17 @@ class Status:
     generation_rate: float = 0.0
     """Output tokens of all engines, over 15 s; in the journal, since the line before (tokens/s)."""
     training_rate: float = 0.0
-    """Trained tokens, over 15 s, or since the newest step began where that is longer (tokens/s)."""
+    """Trained tokens/s, over 15 s, or since the newest step began if that is longer."""
     num_running: int = 0
     """Requests decoding now, over all engines."""
     quarantined: tuple[str, ...] = ()
     members: MemberChanges = MemberChanges()
     failures: dict[str, int] = field(default_factory=dict[str, int])
-    """Tries of rollouts that got no reward, by the class of their error, since this process of the
-    run began. The most frequent comes first.
-    """
     masked_by: dict[str, int] = field(default_factory=dict[str, int])
-    """Tokens that are masked as `not_policy_sampled`, by the field of the request that caused it,
-    since this process of the run began.
-    """
     replaced: dict[str, int] = field(default_factory=dict[str, int])
-    """Requests in which the run's own sampling replaced a field, by that field, since this process
-    of the run began.
+    """`failures`, `masked_by`, `replaced`: Since this process of the run began: tries without a
+    reward, by class of error; tokens masked as `not_policy_sampled`, and requests in which the run's
+    own sampling replaced a field, by that field.
     """
     learning: LearningStatus = LearningStatus()
     trainer: dict[str, float | None] = field(default_factory=dict[str, float | None])
@@ -259,17 +255,15 @@ class Status:
     accounts: Accounts | None = None
     """None if nothing is trained."""
     engine_busy: float | None = None
-    """Share of the training phase in which some engine computed; none before it."""
     slots_used: float | None = None
-    """The mean share of the engines' slots that decoded a request. Null if the number of slots
-    is not known.
-    """
+    """Mean share of the engines' slots that decoded a request. Null if their number is not known."""
     trainer_busy: float | None = None
-    """Share of the training phase in which the trainer computed."""
     overlap_share: float | None = None
-    """Share of the training phase in which engine and trainer computed at the same time."""
+    """`engine_busy`, `trainer_busy`, `overlap_share`: Shares of the training phase in which some
+    engine, the trainer, and both computed.
+    """
     bound: Bound = Bound.UNKNOWN
-    """`generation-bound` if the trainer is idle a tenth of the time more than the engines are,
+    """`generation-bound` if the trainer is idle a tenth of the time more than the engines,
     `trainer-bound` if they are, else `balanced`; `unknown` before the training phase.
     """
     advice: str = ""

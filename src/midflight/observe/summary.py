@@ -44,21 +44,20 @@ class Summary:
     primary: str | None = None
     """The first source, whose held-out scores stand alone."""
     heldout_before: float | None = None
-    """Its mean held-out reward at the policy's temperature, after the warm start."""
     heldout_after: float | None = None
-    """The same with the last version."""
+    """`heldout_before`, `heldout_after`: Its mean held-out reward at the policy's temperature, after
+    the warm start and with the last version.
+    """
     seconds: float = 0.0
     start_seconds: float = 0.0
     training_seconds: float = 0.0
-    """From the first training rollout of this start to the end of the last step (s)."""
     peak_memory_mb: float | None = None
-    """Largest sum of the proportional set sizes of all processes. Null if it is not known, because
-    the run has not ended in order.
+    """Largest sum of the proportional set sizes of all processes. Null if the run has not ended in
+    order.
     """
     steps: int = 0
-    """Steps of reinforcement learning."""
     version: int = 0
-    """The last version."""
+    """`steps`, `version`: Steps of reinforcement learning, and the last version."""
     weight_updates: int = 0
     rollouts: int = 0
     rollouts_spanning_versions: int = 0
@@ -73,14 +72,16 @@ class Summary:
     bound: Bound = Bound.UNKNOWN
     advice: str = ""
     loss: tuple[str, ...] = ()
-    """The loss with every default."""
     notes: tuple[str, ...] = ()
-    """Sentences about what in the configuration may surprise its author."""
+    """`loss`, `notes`: The loss with every default, and what in the configuration may surprise its
+    author.
+    """
     slots_used: float | None = None
     turns_mean: float | None = None
-    """Mean answers in the last 256 training rollouts with a reward."""
     learning: LearningStatus = field(default_factory=LearningStatus)
-    """`reward_spread` and the like, as above, of the last 256 rollouts."""
+    """`turns_mean`, `learning`: Of the last 256 training rollouts with a reward: mean answers of the
+    model; `reward_spread` and the like, as above.
+    """
     failures: Mapping[str, int] = field(default_factory=dict[str, int])
     masked_by: Mapping[str, int] = field(default_factory=dict[str, int])
     replaced: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -89,12 +90,11 @@ class Summary:
     `failed_after`, `incomplete`, `num_rollouts`, and `reward`, the mean of its last 256 rollouts.
     """
     waits: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Idle seconds. The key says who waited, such as `trainer for generation`."""
     dropped: Mapping[str, int] = field(default_factory=dict[str, int])
-    """Groups dropped, by reason."""
+    """`waits`, `dropped`: Idle seconds, by who waited, and groups dropped, by reason."""
     accounts: Accounts | None = None
-    """All groups: submitted = running + waiting + leased + trained + dropped. All tokens: received
-    = waiting + trained + masked + dropped.
+    """Where all groups are (`submitted` is the sum: running, waiting, leased, trained, dropped), and
+    all tokens (`received_tokens`: waiting, trained, masked, dropped).
     """
     digest: str = ""
     """The digest of all steps (docs/audit.md)."""

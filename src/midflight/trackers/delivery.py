@@ -109,14 +109,13 @@ def tell(tracker: Tracker, line: Line, told: DeliveryLog) -> None:
                 (one.source, one.task_id, one.reward, one.prompt, one.completion)
                 for one in line.rollouts
             ]
-            #: Table in trackers: source, task, reward, prompt, completion (`rollout.show_every`).
+            #: `rollout/samples`, `digests`, `alarms`: Tables in trackers: completions
+            #: (`rollout.show_every`), digests of checkpoints, and alarms.
             tracker.table(line.step, "rollout/samples", COLUMNS, rows)
         case CheckpointLine():
             row = (str(line.version), line.digest)
-            #: Table in trackers: version and digest of each checkpoint.
             tracker.table(line.step, "digests", ("version", "digest"), [row])
         case AlarmLine():
-            #: Table in trackers: name and text of each alarm.
             tracker.table(line.step, "alarms", ("alarm", "text"), [(line.name, line.text)])
         case StepLine() | EvaluationLine():
             tracker.scalars(line.step, metrics_of(line))
@@ -131,17 +130,16 @@ def histograms(line: StepLine) -> Iterator[tuple[str, list[float], list[int]]]:
     """The histograms of a step: name, edges, of which there is one more than bins, and counts."""
     for name, found in (line.histograms or {}).items():
         family = "train" if name == "trained_length" else "rollout"
-        #: `rollout/reward_histogram`: Histogram in trackers: rewards.
-        #: `rollout/generated_length_histogram`: Histogram: output tokens of a rollout.
-        #: `rollout/truncated_length_histogram`: Histogram: the same of those cut short.
-        #: `train/trained_length_histogram`: Histogram: trainable tokens of a rollout.
+        #: `rollout/reward_histogram`, `rollout/generated_length_histogram`,
+        #: `rollout/truncated_length_histogram`, `train/trained_length_histogram`,
+        #: `train/staleness_histogram`: Histograms in trackers: rewards; output tokens of all
+        #: rollouts, and of those cut short; trainable tokens of a rollout, and by age (versions).
         yield f"{family}/{name}_histogram", list(found.edges), list(found.counts)
     if line.staleness and any(line.staleness.values()):
         youngest = min(line.staleness)
         oldest = max(line.staleness)
         edges = [age - 0.5 for age in range(youngest, oldest + 2)]
         counts = [line.staleness.get(age, 0) for age in range(youngest, oldest + 1)]
-        #: Histogram: trainable tokens by age (versions).
         yield "train/staleness_histogram", edges, counts
 
 

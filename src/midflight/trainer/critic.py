@@ -130,11 +130,10 @@ class Critic:
         made = [self._update(judged, chosen, rate_factor) for chosen in chosen_of_update]
         losses, norms = zip(*made, strict=True)
         return {
-            #: Mean loss of the critic. Healthy: falls.
+            #: `critic/loss`, `critic/grad_norm`, `critic/value_mean`: Means of the critic's loss, of
+            #: its gradient's norm before clipping, and of its values. Healthy: the loss falls.
             "critic/loss": float(np.mean(losses)),
-            #: Mean norm of its gradient, before clipping. Healthy: steady.
             "critic/grad_norm": float(np.mean(norms)),
-            #: Mean value.
             "critic/value_mean": float(judged.values.double().mean()),
             **_explained(judged.values.double(), judged.returns.double()),
         }

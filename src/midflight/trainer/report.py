@@ -181,9 +181,9 @@ def report_of(
     if skipped is Skip.NO_TOKENS:
         return StepReport(version, math.nan, 0, metrics, tokens.masked, skipped=skipped)
     metrics |= _all_token_metrics(record, tokens)
-    #: Mean loss over the updates.
+    #: `loss`, `grad_norm`: Means over the updates: loss, and L2 norm of the gradient before clipping.
+    #: Healthy: the norm is steady.
     metrics["loss"] = record.mean(record.losses)
-    #: Mean L2 norm of the gradient, before clipping. Healthy: steady.
     metrics["grad_norm"] = record.mean(record.norms)
     return StepReport(
         version,
@@ -204,25 +204,25 @@ def _step_metrics(
         "tokens/trained": float(tokens.num_tokens),
         #: Rows longer than `trainer.micro_batch_tokens`. Healthy: 0.
         "rows/oversized": float(record.num_oversized),
-        #: Micro-batches, on the first rank.
+        #: `step/micro_batches`, `step/learning_rate`: Micro-batches of the first rank, and learning
+        #: rate.
         "step/micro_batches": float(record.num_micro_batches),
-        #: Updates not made: not finite, or an alarm. Healthy: 0.
+        #: `step/updates_skipped`, `step/alarms`: Updates not made (not finite, or an alarm), and
+        #: readings out of their bounds. Healthy: 0.
         "step/updates_skipped": float(record.num_skipped),
-        #: Readings out of their bounds. Healthy: 0.
         "step/alarms": float(len(record.alarms)),
-        #: Learning rate.
         "step/learning_rate": learning_rate,
     }
     for reason, number in tokens.masked.items():
-        #: `masked/not_finite`: Tokens without a valid log-probability (share). Healthy: 0.
-        #: `masked/no_reward`: Tokens of rollouts without a reward (share). Healthy: near 0.
-        #: `masked/truncated`: Tokens of rollouts cut short, with `objective.mask_truncated` (share).
+        #: `masked/not_finite`, `masked/no_reward`, `masked/truncated`: Tokens without a valid
+        #: log-probability, of rollouts without a reward, and of rollouts cut short with
+        #: `objective.mask_truncated` (share). Healthy: 0; near 0.
         metrics[f"masked/{reason}"] = number / int(batch.loss_mask.sum())
     metrics |= record.critic
     experts = tokens.predictions.experts
     if experts is not None:
         recorded = (experts != _NOT_RECORDED).any(1)
-        #: Input tokens of a mixture with a record of their experts (share). Healthy: 1.
+        #: Share of a mixture's input tokens with a record of their experts. Healthy: 1.
         metrics["experts/recorded_share"] = float(recorded.mean())
     return metrics
 
@@ -232,12 +232,12 @@ def _reward_metrics(batch: PackedBatch) -> dict[str, float]:
     metrics = dict[str, float]()
     scored = batch.rewards[np.isfinite(batch.rewards)]
     if scored.size:
-        #: Mean reward of the batch. Healthy: rises.
+        #: `reward/mean`, `reward/<name>`: Mean reward of the batch, and of a component where it
+        #: applies. Healthy: rises.
         metrics["reward/mean"] = float(scored.mean())
     for name, column in components_of(batch).items():
         applies = column[np.isfinite(column)]
         if applies.size:
-            #: The same of a component, where it applies.
             metrics[f"reward/{name}"] = float(applies.mean())
     return metrics
 
@@ -246,7 +246,7 @@ def _all_token_metrics(record: StepRecord, tokens: LossTokens) -> dict[str, floa
     everything = torch.arange(tokens.num_tokens, device=tokens.behaviour.device)
     observed = record.observed(tokens, everything)
     return {
-        #: Of the tokens in the loss, those of advantage 0 (share). Healthy: below 0.5.
+        #: Share of tokens of advantage 0. Healthy: below 0.5.
         "tokens/zero_advantage_share": float((tokens.advantage == 0).double().mean()),
         **diagnostics.batch_metrics(observed),
         **diagnostics.age_metrics(tokens.age, observed),

@@ -38,8 +38,8 @@ class ClaimWatch:
             self._after = self._stall_seconds
         elif found.idle_seconds >= self._after:
             self._after = 2 * found.idle_seconds
-            #: `unclaimed`: Nobody has claimed a waiting rollout for `run.stall_seconds` (workers
-            #: outside, docs/sessions.md#claims); again each time that this has doubled.
+            #: `unclaimed`: No worker outside (docs/sessions.md#claims) has claimed a waiting rollout for
+            #: `run.stall_seconds`, and for each doubling of that.
             self._record(
                 facts.Alarmed(
                     "unclaimed",

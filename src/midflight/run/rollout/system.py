@@ -296,8 +296,7 @@ class RolloutSystem:
         for key, said in tuple(store.damaged()):
             again = GroupKey(key.epoch, key.index, key.attempt + 1)
             store.apply(facts.GroupClosed(key, Reason.DAMAGED, 0, successor=again))
-            #: The disk gave other tokens back than were written: which file. The group begins again;
-            #: all others go on.
+            #: The disk gave other tokens back than were written. The group begins again.
             self._observe(facts.Alarmed("damaged", f"{said} Its group begins again."))
 
     def record(self, fact: facts.Fact) -> None:

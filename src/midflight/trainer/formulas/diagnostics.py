@@ -97,9 +97,8 @@ def batch_metrics(tokens: TokenReadings) -> dict[str, float]:
     metrics = {
         #: Mean of ρ = π_prox / µ. Healthy: near 1 (alarm outside 0.5 to 2).
         "rho/mean": rho.mean(),
-        #: Smallest ρ.
+        #: `rho/min`, `rho/max`: Smallest and largest ρ.
         "rho/min": rho.min(),
-        #: Largest ρ.
         "rho/max": rho.max(),
         #: Standard deviation of ρ. Healthy: below 1 (alarm above).
         "rho/std": rho.std(correction=0),
@@ -110,14 +109,14 @@ def batch_metrics(tokens: TokenReadings) -> dict[str, float]:
         "rho/k1": k1(tokens.log_rho),
         #: Mean of ρ - 1 - log ρ (nats). Healthy: below 0.1.
         "rho/k3": k3(tokens.log_rho),
-        #: Mean of ρ² - 1. Healthy: below 1.
+        #: `rho/chi2_token`, `rho/chi2_sequence`: Mean of ρ² - 1, of tokens and of the product of ρ
+        #: over a rollout. Healthy: below 1 for tokens.
         "rho/chi2_token": chi2(tokens.log_rho),
-        #: The same of the product of ρ over a rollout.
         "rho/chi2_sequence": chi2(sequence_log_ratios(tokens.log_rho, tokens.sequence)),
-        #: Tokens whose gradient the lower clip took; of `dppo_tv` and `ipo`, those outside the
-        #: trust region (share). Healthy: below 0.1.
+        #: `clip/low_share`, `clip/high_share`: Tokens whose gradient the lower clip took (of `dppo_tv`
+        #: and `ipo`, those outside the trust region), and the upper clip or `dual_clip`. Healthy: below
+        #: 0.1.
         "clip/low_share": _share(tokens.below),
-        #: Tokens whose gradient the upper clip or `dual_clip` took (share). Healthy: below 0.1.
         "clip/high_share": _share(tokens.above),
         #: `masked/<mask>`: Tokens that a mask took out: geometric, product, k3, veto, m2po, opsm
         #: (share). Healthy: below 0.1.
@@ -133,14 +132,14 @@ def age_metrics(age: Int[Tensor, " T"], tokens: TokenReadings) -> dict[str, floa
     divergences go by `age/3/k3`.
     """
     metrics = {
-        #: Mean age of the tokens in the loss (versions). Healthy: at most `rollout.max_staleness`.
+        #: `age/mean`, `age/max`: Mean and largest age of the tokens in the loss (versions). Healthy:
+        #: at most `rollout.max_staleness`.
         "age/mean": float(age.double().mean()),
-        #: Largest age (versions). Healthy: the same.
         "age/max": float(age.max()),
     }
     for value in age.unique().tolist():
         where = age == value
-        #: `age/<n>/share`: Tokens of age n (share).
+        #: `age/<n>/share`: Share of tokens of age n.
         metrics[f"age/{value}/share"] = float(_share(where))
         #: `age/<n>/<reading>`: Of tokens of age n: rho_mean, rho_min, rho_max, rho_std, ess, k1, k3,
         #: chi2_token, chi2_sequence, clip_low_share, clip_high_share, masked_<mask>. Healthy: worse
@@ -164,17 +163,15 @@ def mismatch_metrics(
     """
     fresh = age == 0
     parts = {
-        #: `mismatch/mean`: Mean of |log ρ| over tokens of age 0, between engine and trainer on the
-        #: same weights (nats). Healthy: 1e-6 in float32, 1e-2 in bfloat16.
-        #: `mismatch/max`: Largest of them (nats).
+        #: `mismatch/mean`, `mismatch/max`: Mean and largest |log ρ| of tokens of age 0, where engine
+        #: and trainer have the same weights (nats). Healthy: mean 1e-6 in float32, 1e-2 in bfloat16.
         #: `mismatch/k3`: Mean of ρ - 1 - log ρ over them (nats). Healthy: below 1e-3.
-        #: `mismatch/share`: Tokens of age 0 (share).
+        #: `mismatch/share`: Share of tokens of age 0.
         "mismatch": fresh,
-        #: `mismatch/same_keys/<reading>`: Mean, max, k3 and share of the tokens of age 0 with keys of
-        #: their own version: rounding (nats). Healthy: as `train/mismatch/mean`.
+        #: `mismatch/same_keys/<reading>`, `mismatch/older_keys/<reading>`: The same four of those
+        #: with keys of their own version (rounding), and with older keys (pause mode `keep`).
+        #: Healthy: as above with `same_keys`.
         "mismatch/same_keys": fresh & ~has_older_keys,
-        #: `mismatch/older_keys/<reading>`: The same of those with older keys (pause mode
-        #: `keep`).
         "mismatch/older_keys": fresh & has_older_keys,
     }
     metrics: dict[str, float] = {}
