@@ -165,8 +165,8 @@ test-sandboxes: $(VENV)/.dev $(VENV)-sandboxes/.done
 test-agents: $(VENV)/.dev $(VENV)-agents/.done $(VENV)-agents-openai2/.done models/smollm2-135m
 	@command -v node > /dev/null || apt-get install -y -qq nodejs
 	@command -v bwrap > /dev/null || apt-get install -y -qq bubblewrap
-	PYTHONPATH=$(CURDIR)/src:$(CURDIR) $(VENV)-agents/bin/python $(AGENTS_TEST) -k 'not mini-swe-agent'
-	PYTHONPATH=$(CURDIR)/src:$(CURDIR) $(VENV)-agents-openai2/bin/python $(AGENTS_TEST) -k mini-swe-agent
+	PYTHONPATH=$(CURDIR)/src:$(CURDIR) $(VENV)-agents/bin/python $(AGENTS_TEST) -k 'not swe_agent'
+	PYTHONPATH=$(CURDIR)/src:$(CURDIR) $(VENV)-agents-openai2/bin/python $(AGENTS_TEST) -k swe_agent
 
 AGENTS_TEST = -m pytest -o addopts='-q --strict-markers --timeout=400' -p no:cacheprovider tests/agents
 

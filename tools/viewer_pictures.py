@@ -31,7 +31,6 @@ Browser: TypeAlias = Any
 Page: TypeAlias = Any
 
 WIDE = {"width": 1440, "height": 900}
-PHONE = {"width": 390, "height": 844}
 TRAINED = "fate=trained&sort=spread"
 SETTLE_MILLISECONDS = 2_000
 COLOURS = 256
@@ -50,10 +49,8 @@ def viewing(folder: Path) -> Generator[str]:
             viewer.terminate()
 
 
-def opened(browser: Browser, address: str, *, dark: bool = False, phone: bool = False) -> Page:
-    scheme = "dark" if dark else "light"
-    size = PHONE if phone else WIDE
-    page = browser.new_page(viewport=size, color_scheme=scheme)
+def opened(browser: Browser, address: str) -> Page:
+    page = browser.new_page(viewport=WIDE, color_scheme="light")
     page.goto(address)
     page.wait_for_timeout(SETTLE_MILLISECONDS)
     return page
@@ -68,9 +65,7 @@ def write(page: Page, path: Path, *, whole: bool = False) -> None:
 
 def take(browser: Browser, address: str, out: Path) -> None:
     write(opened(browser, f"{address}/run"), out / "viewer-run.png")
-    write(opened(browser, f"{address}/run", dark=True), out / "viewer-run-dark.png")
     write(opened(browser, f"{address}/time"), out / "viewer-time.png")
-    write(opened(browser, f"{address}/groups?{TRAINED}", phone=True), out / "viewer-phone.png")
     write(opened(browser, f"{address}/groups?{TRAINED}"), out / "viewer-groups.png")
 
 

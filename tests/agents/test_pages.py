@@ -17,9 +17,10 @@ from tests.shares import check_trained_share
 
 from midflight.archive.ledger import ledger_of
 
-from . import AGENTS
+from .frameworks import EXAMPLES, SHOWN, story_of
 
 STEPS = 3
+PROGRAM_PAGE = ROOT / "docs" / "adapters" / "any-program.md"
 
 
 @pytest.fixture
@@ -53,15 +54,21 @@ def trained(story: stories.Story, page: list[Block]) -> None:
     assert ledger.balanced and ledger.accounts.trained_tokens == sum(step["tokens"] for step in steps), ledger.mistakes
 
 
-@pytest.mark.parametrize("name", AGENTS)
-def test_the_agent_of_a_page_is_trained_as_it_is(story: stories.Story, name: str) -> None:
-    page = blocks_of(ROOT / "docs" / "adapters" / f"{name}.md")
+@pytest.mark.parametrize("name", [SHOWN, *EXAMPLES])
+def test_the_agent_of_a_framework_is_trained_as_it_is(story: stories.Story, name: str) -> None:
+    page = story_of(name)
+    story.tell(page)
+    trained(story, page)
+
+
+def test_a_program_of_another_language_is_trained_as_its_page_says(story: stories.Story) -> None:
+    page = blocks_of(PROGRAM_PAGE)
     story.tell(page)
     trained(story, page)
 
 
 def test_a_program_in_python_needs_nothing_but_its_address(story: stories.Story) -> None:
-    page = [block for block in blocks_of(ROOT / "docs" / "adapters" / "any-program.md") if block.file != "agent.mjs"]
+    page = [block for block in blocks_of(PROGRAM_PAGE) if block.file != "agent.mjs"]
     (story.folder / "agent.py").write_text(PROGRAM)
     adapted = [
         Block(b.page, b.line, b.language, b.text.replace('"node", "agent.mjs"', f'"{sys.executable}", "agent.py"'), b.mark) for b in page

@@ -1,4 +1,4 @@
-"""Agents of other people on a model that talks: the code of their pages, as it is, trains SmolLM2 on sums. It answers badly, by the whole way.
+"""Agents of other people on a model that talks: the code of their page, as it is, trains SmolLM2 on sums. It answers badly, by the whole way.
 
 `make test-agents` fetches the model into `models/` where it is not there.
 """
@@ -14,10 +14,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.pages.blocks import ROOT, blocks_of
+from tests.pages.blocks import ROOT
 from tests.shares import check_trained_share
 
 from midflight.archive.ledger import ledger_of
+
+from .frameworks import code_of
 
 MODEL = Path(os.environ.get("MIDFLIGHT_PRETRAINED", ROOT / "models" / "smollm2-135m"))
 STEPS = 2
@@ -34,12 +36,10 @@ SETTINGS = (
 )
 
 
-@pytest.mark.parametrize("name", ["openai-agents", "pydantic-ai", "mini-swe-agent"])
-def test_the_agent_of_a_page_trains_a_model_that_talks(name: str, tmp_path: Path) -> None:
-    (agent,) = [block for block in blocks_of(ROOT / "docs" / "adapters" / f"{name}.md") if block.file is not None]
-    assert agent.file is not None
-    (tmp_path / agent.file).write_text(agent.text)
-    settings = (*SETTINGS, f"environment.entry={agent.file.removesuffix('.py')}:solve")
+@pytest.mark.parametrize("name", ["openai_agent", "pydantic_agent", "swe_agent"])
+def test_the_agent_of_a_framework_trains_a_model_that_talks(name: str, tmp_path: Path) -> None:
+    (tmp_path / f"{name}.py").write_text(code_of(name))
+    settings = (*SETTINGS, f"environment.entry={name}:solve")
     words = [word for setting in settings for word in ("--set", setting)]
     command = [sys.executable, "-m", "midflight", "train", str(ROOT / "configs" / "pretrained-sums.toml"), "--folder", "run", *words]
     environ = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

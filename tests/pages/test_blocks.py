@@ -104,7 +104,7 @@ def test_every_configuration_of_the_pages_can_be_run(block: Block, folder: Path)
 
 
 @pytest.mark.parametrize(
-    ("page", "package"), [("marble", "verifiers"), ("openenv", "openenv"), ("textarena", "textarena"), ("harbor", None)]
+    ("page", "package"), [("verifiers", "verifiers"), ("openenv", "openenv"), ("textarena", "textarena"), ("harbor", None)]
 )
 def test_what_a_page_needs_is_seen_by_what_it_runs(page: str, package: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "find_spec", lambda name: None)

@@ -1,4 +1,4 @@
-"""docs/data.md: what it says of its first configuration, of a broken row, and of posting."""
+"""docs/data.md: its first configuration, a broken row in its data, and what it says of posting."""
 
 from __future__ import annotations
 
@@ -37,16 +37,18 @@ def tried(folder: Path, text: str) -> Findings:
 
 def test_the_first_one_is_short_and_makes_the_prompts_that_it_says(files: Path) -> None:
     found = tried(files, FIRST)
-    assert len(FIRST.splitlines()) <= 10 and (found.sources[0].num_training, found.sources[0].num_heldout) == (3, 1)
+    assert len(FIRST.splitlines()) <= 10 and (found.sources[0].num_training, found.sources[0].num_heldout) == (1, 1)
     assert found.prompt is not None and re.search(r"How many\? \((easy|hard)\)<\|end\|>", found.prompt.text)
 
 
-def test_a_broken_row_is_told_as_on_the_page(files: Path) -> None:
+def test_a_broken_row_is_told_by_its_line_with_the_nearest_column(files: Path) -> None:
     with (files / "words.jsonl").open("a") as file:
         file.write('{"qestion": "a", "answer": 1}\n')
-    text = FIRST.replace("{question} ({level})", "{question}").replace("heldout = 0.25", "")
+    text = FIRST.replace("{question} ({level})", "{question}").replace("heldout = 1", "")
     (problem,) = tried(files, text).problems
-    assert f"midflight: {problem}" in PAGE.read_text()
+    assert str(problem) == (
+        "words.jsonl:3: there is no column 'question', which environment.sources.0.prompt names; there are qestion, answer. Did you mean 'qestion'?"
+    )
 
 
 def test_all_other_code_of_the_page_runs(monkeypatch: pytest.MonkeyPatch) -> None:

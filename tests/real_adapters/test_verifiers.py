@@ -93,7 +93,7 @@ def test_a_taskset_of_somebody_elses_package_is_learnt_with_held_out_tasks_of_it
     """As its page says it, whole: minutes on two quiet cores. Of 128 tasks, a score has a standard deviation of 0.045 at most."""
     for name in ("configs", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
-    told = [line for block in blocks_of(ROOT / "docs" / "adapters" / "marble.md") if block.tried == "run" for line in block.commands()]
+    told = [line for block in blocks_of(ROOT / "docs" / "adapters" / "verifiers.md") if block.tried == "run" for line in block.commands()]
     assert [line.split()[0] for line in told] == ["python", "midflight"]
     for line in told:
         words = [sys.executable, *(["-m"] if line.startswith("midflight") else []), *line.removeprefix("python ").split()]

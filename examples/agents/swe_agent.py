@@ -1,11 +1,11 @@
-# mini-swe-agent
+"""mini-swe-agent, as it comes, in a Python environment of its own: `pip install midflight
+mini-swe-agent`.
 
-*To read: 1 minute.*
+What the model writes is run: `BubblewrapEnvironment` (needs `bwrap`) protects the machine's files,
+not the network; `environments.local.LocalEnvironment` protects nothing. Score what the agent left
+in `shell.working_dir`, or the `submission` that `agent.run` returns. This scores the first answer.
+"""
 
-The agent works unchanged, with its shell, in a Python environment of its own: `pip install midflight mini-swe-agent`.
-
-```python
-# swe_agent.py
 from difflib import SequenceMatcher
 
 from minisweagent.agents.default import DefaultAgent
@@ -37,10 +37,3 @@ def solve(task, client):
     ]
     said = answers[0]["choices"][0]["message"]["content"] or ""
     return SequenceMatcher(None, said, task.data["answer"]).ratio()
-```
-
-```bash
-midflight train configs/demo.toml --folder runs/swe-agent --set environment.entry=swe_agent:solve --set model.max_context=4096
-```
-
-What the model writes is run: `environments.extra.bubblewrap.BubblewrapEnvironment` (needs `bwrap`) protects the machine's files, not the network; `environments.local.LocalEnvironment` protects nothing. Score what the agent left in `shell.working_dir`, or the `submission` that `agent.run` returns.

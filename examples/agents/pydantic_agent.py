@@ -1,11 +1,5 @@
-# Pydantic AI
+"""An agent of Pydantic AI, as it comes: `pip install 'pydantic-ai-slim[openai]'`."""
 
-*To read: 1 minute.*
-
-An agent of `pydantic-ai` works as it is (`pip install 'pydantic-ai-slim[openai]'`):
-
-```python
-# pydantic_agent.py
 from difflib import SequenceMatcher
 
 from pydantic_ai import Agent
@@ -22,10 +16,3 @@ async def solve(task, client):
     model = OpenAIChatModel("policy", provider=OpenAIProvider(openai_client=client))
     ended = await Agent(model, tools=[backwards]).run(task.data["question"])
     return SequenceMatcher(None, ended.output, task.data["answer"]).ratio()
-```
-
-```bash
-midflight train configs/demo.toml --folder runs/pydantic --set environment.entry=pydantic_agent:solve --set model.max_context=4096
-```
-
-An answer that the agent refuses after its own retries raises, and the rollout has no reward.

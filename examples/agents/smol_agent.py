@@ -1,11 +1,9 @@
-# smolagents
+"""The tool-calling agent of smolagents, as it comes: `pip install 'smolagents[openai]'`.
 
-*To read: 1 minute.*
+By default it forces calls. These are sampled under a grammar, so they are left out of the loss;
+hence `tool_choice="auto"`. Its prompts are long: set `model.max_context=16384`.
+"""
 
-The tool-calling agent of smolagents works unchanged (`pip install 'smolagents[openai]'`):
-
-```python
-# smol_agent.py
 from difflib import SequenceMatcher
 
 from smolagents import OpenAIServerModel, ToolCallingAgent, tool
@@ -27,12 +25,3 @@ def solve(task, client):
     )
     agent = ToolCallingAgent(tools=[backwards], model=model, max_steps=2, verbosity_level=0)
     return SequenceMatcher(None, str(agent.run(task.data["question"])), task.data["answer"]).ratio()
-```
-
-```bash
-midflight train configs/demo.toml --folder runs/smol --set environment.entry=smol_agent:solve --set model.max_context=16384
-```
-
-By default it forces calls (`tool_choice="required"`). These are sampled under a grammar, so they are [left out of the loss](../tools.md); hence `tool_choice="auto"`.
-
-Its prompts have some thousand tokens, more with a tokenizer of bytes.
