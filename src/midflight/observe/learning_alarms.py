@@ -76,7 +76,11 @@ class LearningAlarms:
         self._groups: deque[tuple[float, ...]] = deque(
             maxlen=max(MIN_GROUPS, STEPS * options.groups_per_step)
         )
+        self._num_alike = 0
+        """The number of these groups whose rewards are alike."""
         self._rollouts: deque[facts.RolloutEnded] = deque(maxlen=ROLLOUTS)
+        self._num_cut = 0
+        """The number of these rollouts that were cut short."""
         self._distance: float | None = None
         self._first_mean: float | None = None
 
@@ -98,24 +102,31 @@ class LearningAlarms:
     def _group(self, rewards: tuple[float, ...]) -> None:
         if len(rewards) < 2 or not self._options.compares:
             return
+        if len(self._groups) == self._groups.maxlen:
+            self._num_alike -= _are_alike(self._groups[0])
         self._groups.append(rewards)
-        alike = [group[0] for group in self._groups if min(group) == max(group)]
+        self._num_alike += _are_alike(rewards)
         if len(self._groups) != self._groups.maxlen:
             return
-        every = list(chain.from_iterable(self._groups))
-        mean = sum(every) / len(every)
         if self._first_mean is None:
-            self._first_mean = mean
-        middle = (min(every) + max(every)) / 2
-        num_low = sum(reward < middle for reward in alike)
-        is_learning = mean >= self._first_mean + LEARNED
-        if len(alike) >= ALIKE_SHARE * len(self._groups) and not is_learning:
+            self._first_mean = self._mean()
+        if self._num_alike < ALIKE_SHARE * len(self._groups):
+            return
+        if self._mean() < self._first_mean + LEARNED:
             #: Three quarters of the last 16 groups (two steps' worth if more) had one reward. Not with a
             #: critic or a teacher, nor once the mean reward has risen by 0.1.
-            self._say("groups_alike", self._alike(alike, every, num_low))
+            self._say("groups_alike", self._alike())
 
-    def _alike(self, alike: list[float], rewards: list[float], num_low: int) -> str:
+    def _mean(self) -> float:
+        rewards = list(chain.from_iterable(self._groups))
+        return sum(rewards) / len(rewards)
+
+    def _alike(self) -> str:
         total = len(self._groups)
+        alike = [group[0] for group in self._groups if _are_alike(group)]
+        rewards = list(chain.from_iterable(self._groups))
+        middle = (min(rewards) + max(rewards)) / 2
+        num_low = sum(reward < middle for reward in alike)
         if self._options.draws_others:
             spent = "others were drawn in their place"
         else:
@@ -164,15 +175,19 @@ class LearningAlarms:
     # --- Answers that are cut short ---------------------------------------------------------------
 
     def _rollout(self, rollout: facts.RolloutEnded) -> None:
+        if len(self._rollouts) == self._rollouts.maxlen:
+            self._num_cut -= self._rollouts[0].truncated
         self._rollouts.append(rollout)
-        cut = [rollout for rollout in self._rollouts if rollout.truncated]
-        if len(self._rollouts) >= MIN_ROLLOUTS and len(cut) >= CUT_SHARE * len(self._rollouts):
+        self._num_cut += rollout.truncated
+        total = len(self._rollouts)
+        if total >= MIN_ROLLOUTS and self._num_cut >= CUT_SHARE * total:
             #: A quarter of the last 64 rollouts (32 at least) were cut short.
-            self._say("answers_cut", self._cut(cut))
+            self._say("answers_cut", self._cut())
 
-    def _cut(self, cut: list[facts.RolloutEnded]) -> str:
+    def _cut(self) -> str:
         options = self._options
         total = len(self._rollouts)
+        cut = [rollout for rollout in self._rollouts if rollout.truncated]
         ended = [rollout.num_tokens for rollout in self._rollouts if not rollout.truncated]
         if ended:
             long = f"; those that ended by themselves had at most {max(ended)} tokens"
@@ -246,6 +261,10 @@ def lower_rate(rate: float, usual: float) -> float:
     wanted = usual if usual < rate else rate / 3
     exponent = math.floor(math.log10(wanted))
     return float(f"{round(wanted / 10**exponent)}e{exponent}")
+
+
+def _are_alike(rewards: tuple[float, ...]) -> bool:
+    return min(rewards) == max(rewards)
 
 
 def _rewards(group: Group) -> tuple[float, ...]:
