@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import sys
+import weakref
 
 import pytest
 
 from midflight.environments import rollout
 from midflight.environments.rollout import GRACE_SECONDS
+from midflight.environments.rollout_time import RolloutTime
 from midflight.environments.single_turn import answer
 from midflight.errors import BadReward, ConfigError, RunFailed
 from midflight.testing.virtual_time import run_virtual
@@ -44,6 +47,30 @@ def test_a_rollout_is_observed_with_its_tokens_and_versions_and_the_gateways_fat
     assert (seen.key, seen.reward, seen.num_tokens, seen.num_versions, seen.error) == (KEY, 1.0, 3 + 2, 2, None)
     assert (seen.num_turns, seen.truncated, seen.trace) == (1, True, None)
     assert rig.fates.masked == {Reason.NOT_POLICY_SAMPLED: 2} and rig.fates.dropped == {Reason.OVERSHOOT: 1} and not rig.fates.discarded
+
+
+@OWN
+def test_nothing_of_a_rollout_is_left_to_the_collector(own: bool):
+    async def environment(task, client):
+        await asyncio.sleep(1)
+        return 1.0
+
+    rig = Rig(environment)
+
+    async def one() -> tuple[list[weakref.ref[RolloutTime]], bool]:
+        runner = rig.runner(own=own)
+        running = asyncio.ensure_future(runner.run(KEY, task()))
+        await asyncio.sleep(0.5)
+        times = [weakref.ref(time) for time in runner.times.values()]
+        await running
+        return times, [time() for time in times] == [None]
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert run_virtual(one)[1]
+    finally:
+        gc.enable()
 
 
 @OWN

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -49,6 +51,20 @@ def answer_of(*engines: ScriptedEngine, asked: GenerateRequest) -> tuple[list[Ch
         return answer.whole(), answer
 
     return run_virtual(main())
+
+
+def test_nothing_of_an_answer_is_left_to_the_collector():
+    async def main() -> weakref.ref[Heard]:
+        answer = Heard(request())
+        await gateway(ScriptedEngine("a")).generate(answer, affinity="s")
+        return weakref.ref(answer)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert run_virtual(main)() is None
+    finally:
+        gc.enable()
 
 
 def assert_uninterrupted(chunks: list[Chunk], engine: ScriptedEngine, asked: GenerateRequest) -> None:

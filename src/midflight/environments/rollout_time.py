@@ -78,6 +78,7 @@ class RolloutTime:
         """The rollout is over."""
         self._advance()
         self._watch.on_change = None
+        self.on_change = None
 
     @property
     def own(self) -> float:

@@ -149,6 +149,27 @@ class Generator:
         del self._active[attempts]
 
 
+class _Progress:
+    """Tells whether an answer gets on. It does not know the attempts, so that an answer that is over
+    is freed at once, and not by the garbage collector.
+    """
+
+    def __init__(self, answer: Answer) -> None:
+        self.lease: Lease | None = None
+        """The lease of the attempt under way."""
+        self._answer = answer
+        self._num_seen = 0
+        """Tokens of the answer at the last call."""
+
+    def was_made(self) -> bool:
+        """True if the answer has grown since the last call. Also true if it may wait inside a full
+        engine, which answers other requests meanwhile.
+        """
+        before = self._num_seen
+        self._num_seen = len(self._answer.output_ids)
+        return self._num_seen != before or (self.lease is not None and self.lease.may_be_queued)
+
+
 class _Attempts:
     """The loop that brings one answer to its end. Each wait is for an engine's next chunk or for an
     engine.
@@ -170,10 +191,8 @@ class _Attempts:
         self._may_abort = may_abort
         self._told = told
         self._ticket = self._fleet.ticket()
-        self._allowance = Allowance(generator.request_seconds, moved=self._has_moved)
-        self._lease: Lease | None = None
-        self._num_seen = 0
-        """Tokens of the answer when `_has_moved` was called last."""
+        self._progress = _Progress(answer)
+        self._allowance = Allowance(generator.request_seconds, moved=self._progress.was_made)
         self._is_cancelled = False
         self._num_fruitless = 0
         self._rest_seconds: int | None = None
@@ -253,7 +272,7 @@ class _Attempts:
         """
         answer = self.answer
         vocab_size = lease.engine.capabilities.vocab_size
-        self._lease = lease
+        self._progress.lease = lease
         stream: AsyncIterator[Chunk] | None = None
         try:
             async with self._allowance:
@@ -282,7 +301,7 @@ class _Attempts:
                 if stream is not None and not getattr(stream, "is_closed", False):
                     await _close(stream, ended=answer.ended)
             finally:
-                self._lease = None
+                self._progress.lease = None
                 self._fleet.leave(lease)
 
     def _take(self, lease: Lease, vocab_size: int, chunk: Chunk) -> bool:
@@ -309,14 +328,6 @@ class _Attempts:
             with suppress(Cut), self._allowance.standing():
                 async with self._allowance:
                     await asyncio.sleep(seconds)
-
-    def _has_moved(self) -> bool:
-        """True if the answer has grown since the last call. Also true if it may wait inside a full
-        engine, which answers other requests meanwhile.
-        """
-        before = self._num_seen
-        self._num_seen = len(self.answer.output_ids)
-        return self._num_seen != before or (self._lease is not None and self._lease.may_be_queued)
 
     def _not_taken(self) -> NoEngine:
         allowance = self._allowance
