@@ -101,8 +101,9 @@ def test_a_run_of_before_goes_on_from_the_configuration_in_its_folder(tmp_path: 
     path = stored_in(tmp_path)
     with pytest.raises(ConfigError, match=r"rollout\.requeues \(value 1\) is gone"):
         load_config(path)
-    # Its micro-batches keep the size that was the default then.
-    config = load_config(Path("configs/demo.toml"), ["run.folder=runs/demo", "trainer.micro_batch_tokens=4096"])
+    # Its micro-batches keep the size that was the default then, and its buffer that of the demo of then.
+    then = ["run.folder=runs/demo", "trainer.micro_batch_tokens=4096", "rollout.buffer_groups=16"]
+    config = load_config(Path("configs/demo.toml"), then)
     for resumed in (config_of_file(path, [], None, stored=True), config_of_folder(tmp_path), Trainer(config=path).config):
         assert resumed.model_copy(update={"run": config.run}) == config
 
