@@ -149,7 +149,7 @@ class Generator:
         del self._active[attempts]
 
 
-class _Progress:
+class _Growth:
     """Tells whether an answer gets on. It does not know the attempts, so that an answer that is over
     is freed at once, and not by the garbage collector.
     """
@@ -161,7 +161,7 @@ class _Progress:
         self._num_seen = 0
         """Tokens of the answer at the last call."""
 
-    def was_made(self) -> bool:
+    def has_moved(self) -> bool:
         """True if the answer has grown since the last call. Also true if it may wait inside a full
         engine, which answers other requests meanwhile.
         """
@@ -191,8 +191,8 @@ class _Attempts:
         self._may_abort = may_abort
         self._told = told
         self._ticket = self._fleet.ticket()
-        self._progress = _Progress(answer)
-        self._allowance = Allowance(generator.request_seconds, moved=self._progress.was_made)
+        self._growth = _Growth(answer)
+        self._allowance = Allowance(generator.request_seconds, moved=self._growth.has_moved)
         self._is_cancelled = False
         self._num_fruitless = 0
         self._rest_seconds: int | None = None
@@ -272,7 +272,7 @@ class _Attempts:
         """
         answer = self.answer
         vocab_size = lease.engine.capabilities.vocab_size
-        self._progress.lease = lease
+        self._growth.lease = lease
         stream: AsyncIterator[Chunk] | None = None
         try:
             async with self._allowance:
@@ -301,7 +301,7 @@ class _Attempts:
                 if stream is not None and not getattr(stream, "is_closed", False):
                     await _close(stream, ended=answer.ended)
             finally:
-                self._progress.lease = None
+                self._growth.lease = None
                 self._fleet.leave(lease)
 
     def _take(self, lease: Lease, vocab_size: int, chunk: Chunk) -> bool:
