@@ -40,40 +40,6 @@ SAID = re.compile(r'((?: *#: .*\n)+)[^"]*"([^"]+)"')
 """Lines of a comment `#:`, and the first text below them."""
 NAMED = re.compile(r"(?:^|(?<=\n))(`[^`]+`(?:,\s`[^`]+`)*): ")
 """Names in backquotes before the meaning that they share."""
-SAID_BY_NAME = (
-    "midflight_engine_tokens",
-    "midflight_engine_version",
-    "midflight_handovers",
-    "midflight_quarantines",
-    "midflight_engine_quarantined",
-    "midflight_engine_requests",
-    "midflight_sessions_closed",
-    "midflight_turns",
-    "midflight_turn_output_tokens",
-    "midflight_turn_seconds",
-    "midflight_turns_spanning_versions",
-    "midflight_prompt_tokens",
-    "midflight_resumes",
-    "midflight_version",
-    "midflight_checkpoint_version",
-    "midflight_step_seconds",
-    "midflight_skipped_steps",
-    "midflight_engines_joined",
-    "midflight_engines_left",
-    "midflight_heldout_reward",
-    "midflight_heldout_failed",
-    "midflight_rollout_seconds",
-    "midflight_drawn_tasks",
-    "midflight_pool_tasks",
-    "midflight_groups",
-    "midflight_engines",
-    "midflight_engine_output_tokens",
-    "midflight_engine_running_requests",
-    "midflight_engine_waiting_requests",
-    "midflight_engine_weight_version",
-    "midflight_engine_paused",
-)
-"""Metrics whose help text says what the name says. The page has one row for those of the same labels."""
 RECENT = ("midflight_reward_component", "midflight_environment_metric")
 AS_IN_A_STEP = (
     "As in a step's line, of recent rollouts and groups; the last two are `components` and `metrics`, "
@@ -283,8 +249,6 @@ def _made(file: str) -> Iterator[tuple[int, str, str]]:
             case ast.Call(args=[ast.Constant(str(name)), ast.Constant(str(text)), *more]):
                 if not name.startswith("midflight_"):
                     continue
-                if name in SAID_BY_NAME:
-                    text = "What the name says."
                 labels = _labels([*more, *(keyword.value for keyword in node.keywords)])
                 is_recent = name in RECENT
                 yield node.lineno, name, AS_IN_A_STEP if is_recent else _with_labels(text, labels)

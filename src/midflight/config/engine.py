@@ -14,7 +14,7 @@ _URL = re.compile(r"https?://[^\s/?#@]+/?")
 
 class EngineSection(Section):
     kind: Literal["embedded", "vllm", "sglang"] = "embedded"
-    """What generates: our engine, or a server (docs/engines.md)."""
+    """The engine that generates answers. It is ours or a server (docs/engines.md)."""
     count: Positive = 1
     """Engine processes; with `urls` or `servers` their number."""
     python: Path | None = None

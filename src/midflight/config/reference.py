@@ -70,7 +70,7 @@ HEADER = ("| option | default (values) | meaning |", "|---|---|---|")
 def reference() -> str:
     """The page, as Markdown."""
     described = descriptions()
-    parts = [INTRODUCTION, _first_options()]
+    parts = [INTRODUCTION, _first_options(described)]
     for heading, sections in GROUPS.items():
         parts.append(f"## {heading}\n")
         for key in _section_keys(sections):
@@ -78,17 +78,19 @@ def reference() -> str:
     return "\n".join(parts)
 
 
-def _first_options() -> str:
-    """The options that everyone sets, by their whole keys, each with a link to its section."""
-    links = ", ".join(_link(key) for key in TEN)
-    return f"## The ten that everyone sets\n\nTheir sections explain them: {links}.\n"
-
-
-def _link(key: str) -> str:
-    """An option with a link to the heading of its section, as readers of Markdown name it."""
-    plain = key.replace(".*", "")
-    anchor = plain.rpartition(".")[0].replace(".", "")
-    return f"[`{plain}`](#{anchor})"
+def _first_options(described: Mapping[tuple[str, str], str]) -> str:
+    """The table of the options that everyone sets, by their whole keys. Each has the first sentence
+    of its text; the rest stands once, in the table of its section.
+    """
+    lines = ["## The ten that everyone sets", "", "| option | default | meaning |", "|---|---|---|"]
+    known = options()
+    for key in TEN:
+        table, _, name = key.rpartition(".")
+        text = described[section_class(table).__name__, name]
+        first = text.partition(". ")[0].removesuffix(".")
+        meaning = _linked(f"{first}.")
+        lines.append(_table_row(f"`{key.replace('.*', '')}`", _default(known[key]), meaning))
+    return "\n".join([*lines, ""])
 
 
 def descriptions() -> Mapping[tuple[str, str], str]:

@@ -19,7 +19,7 @@ class RolloutSection(Section):
     max_staleness: Count = 4
     """S: versions that a trained token may be old; 0 is synchronous."""
     stale_policy: StalePolicy = StalePolicy.WAIT
-    """What becomes of groups that would grow too old (docs/staleness.md)."""
+    """The rule for a group that would grow too old (docs/staleness.md)."""
     pause_mode: PauseMode | Literal["auto"] = "auto"
     """How engines pause for a commit (docs/pause-and-resume.md#four-modes)."""
     buffer_groups: Positive | None = None

@@ -33,7 +33,7 @@ class TrainerSection(Section):
     epochs_per_step: Annotated[int, Field(ge=1, le=1000)] = 1
     """How often a step trains on its batch (GRPO's µ, PPO's epochs)."""
     on_alarm: Literal["warn", "skip", "stop"] = "warn"
-    """What to do when the policy is far from the one that sampled."""
+    """The trainer does this if the policy is far from the one that sampled."""
     ranks: Positive = 1
     """Processes over which model and step are sharded; on GPUs one for each."""
     compute_dtype: Literal["auto", "bfloat16"] = "auto"

@@ -74,7 +74,7 @@ class StepLine(
     bound: Bound = Bound.UNKNOWN
     advice: str = ""
     waits: dict[str, float] | None = None
-    """Idle seconds since the line before, by who waited, such as `trainer for generation`."""
+    """Idle seconds since the line before. A key says who waited, such as `trainer for generation`."""
     dropped: dict[str, int] | None = None
     """Groups dropped since the line before, by reason."""
     stage_seconds: float | None = None
@@ -110,8 +110,8 @@ class EvaluationLine(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation"
     incomplete: bool = False
     """More than 5 % have no score: do not compare the mean."""
     at: dict[str, float] | None = None
-    """What a suite adds: its options `samples` and `temperature`; `pass@k`, the chance that one of k
-    answers passes, and `best@k`, the mean reward of the best of k answers, both unbiased.
+    """A suite has its `samples` and `temperature` here, and unbiased estimates: `pass@k` is the
+    chance that one of k answers passes, `best@k` the mean reward of the best of k answers.
     """
 
 

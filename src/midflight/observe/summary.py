@@ -90,8 +90,9 @@ class Summary:
     `failed_after`, `incomplete`, `num_rollouts`, and `reward`, the mean of its last 256 rollouts.
     """
     waits: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Idle seconds. A key says who waited, such as `trainer for generation`."""
     dropped: Mapping[str, int] = field(default_factory=dict[str, int])
-    """`waits`, `dropped`: Idle seconds, by who waited, and groups dropped, by reason."""
+    """Dropped groups by reason."""
     accounts: Accounts | None = None
     """Where all groups are (`submitted` is the sum: running, waiting, leased, trained, dropped), and
     all tokens (`received_tokens`: waiting, trained, masked, dropped).
