@@ -21,7 +21,7 @@ from midflight.trajectories import segments
 from midflight.trajectories.database import State
 from midflight.trajectories.segments import SEGMENTS, place_of
 from midflight.types import Batch, PackedBatch, Reason, Version
-from midflight.types.facts import Alarmed
+from midflight.types.facts import Alarmed, Stepped
 
 from .site import Agents, Site, config, fast_engines
 
@@ -222,3 +222,42 @@ def test_a_run_that_keeps_an_hour_removes_what_training_does_not_need_and_trains
     assert len(life.trainer.batches) == 12
     with sqlite3.connect(tmp_path / "store.sqlite") as file:
         assert file.execute("SELECT COUNT(*) FROM seals WHERE event = 'rollout'").fetchone()[0] >= removed
+
+
+def num_leases(folder: Path) -> int:
+    with sqlite3.connect(folder / "store.sqlite") as file:
+        return int(file.execute("SELECT COUNT(*) FROM leases").fetchone()[0])
+
+
+def test_i8_a_run_that_died_after_its_last_step_goes_on_to_its_end_and_leaves_no_batch_on_lease(tmp_path: Path) -> None:
+    """What it draws before it sees that all steps are made waits again."""
+    first = Life(tmp_path, 3, staleness=2, version=0, checkpoint=None, steps=4)
+    assert run_virtual(first.run(None, tmp_path), seed=3)
+    second = Life(tmp_path, 4, staleness=2, version=4, checkpoint=4, steps=4)
+    second.trainer.num_steps = 4
+    assert run_virtual(second.run(None, tmp_path), seed=4)
+    assert second.site.taken and not second.trainer.batches
+    assert num_leases(tmp_path) == 0
+    assert second.site.books.num_leased == 0
+
+
+def test_i8_a_batch_that_was_drawn_ahead_waits_again_at_the_end(tmp_path: Path) -> None:
+    """As of a run that ends by its rewards, with the batch of the next step in its hands."""
+    life = Life(tmp_path, 3, staleness=2, version=0, checkpoint=None, steps=4)
+
+    async def run() -> None:
+        async with life.site.opened() as ring:
+
+            async def trainer() -> None:
+                batch = await ring.system.take(0)
+                await ring.system.take(1)
+                await ring.system.done(Stepped(batch.lease, 1, started=0.0, ended=1.0, num_tokens=1, metrics={}))
+                await ring.system.checkpointed(1)
+                await ring.system.finish(1)
+
+            await ring.serve(trainer())
+
+    run_virtual(run(), seed=3)
+    assert len(life.site.taken) == 2
+    assert num_leases(tmp_path) == 0
+    assert life.site.books.num_leased == 0

@@ -15,6 +15,7 @@ from .processes import CONFIG, Command, steps
 from .test_train import at_step, check_no_step_twice, check_nothing_left, check_store, interrupt
 
 LENT = "engine1"
+NUM_STEPS = 30
 
 
 def is_lent(run: Path) -> bool:
@@ -34,9 +35,12 @@ def placed_at(run: Path) -> set[str]:
 
 def test_i8_a_trainer_killed_and_a_run_stopped_while_the_place_is_lent_lose_nothing_and_go_on(tmp_path: Path) -> None:
     """The lent engine answers while the trainer waits, every version reaches it, and no request fails with it."""
-    (tmp_path / "small.toml").write_text(CONFIG.replace("max_tokens = 6", "max_tokens = 40"))
+    # Answers that take longer than a step: the trainer waits, and the engine is lent, in almost every step.
+    (tmp_path / "small.toml").write_text(
+        CONFIG.replace("max_tokens = 6", "max_tokens = 120").replace("max_context = 64", "max_context = 192")
+    )
     run = tmp_path / "run"
-    sets = ("run.steps=20", "engine.lend=true", "trainer.checkpoint_every=3")
+    sets = (f"run.steps={NUM_STEPS}", "engine.lend=true", "trainer.checkpoint_every=3")
     words = ("train", "small.toml", "--folder", run, *(word for each in sets for word in ("--set", each)))
     command = Command(*words, folder=tmp_path)
     try:
@@ -53,12 +57,12 @@ def test_i8_a_trainer_killed_and_a_run_stopped_while_the_place_is_lent_lose_noth
         assert resumed.wait(100) == 0, resumed.said
     finally:
         command.end()
-    check_no_step_twice(run, num_steps=20)
+    check_no_step_twice(run, num_steps=NUM_STEPS)
     check_store(run)
     check_nothing_left(resumed, parts, run)
     summary = json.loads((run / "summary.json").read_text())
-    assert (summary["steps"], summary["failed_requests"], summary["failed_rollouts"]) == (20, 0, 0)
-    assert [line["step"] for line in steps(run)] == list(range(1, 21))
+    assert (summary["steps"], summary["failed_requests"], summary["failed_rollouts"]) == (NUM_STEPS, 0, 0)
+    assert [line["step"] for line in steps(run)] == list(range(1, NUM_STEPS + 1))
     found = ledger_of(run)
     assert found.balanced, found.mistakes
     assert placed_at(run) == {"engine0", LENT}

@@ -111,6 +111,11 @@ class Books:
         return len(self._waiting)
 
     @property
+    def leases(self) -> tuple[int, ...]:
+        """Leases whose steps have not been reported."""
+        return tuple(self._leases)
+
+    @property
     def num_leased(self) -> int:
         return sum(len(lease.shares) for lease in self._leases.values())
 

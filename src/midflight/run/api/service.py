@@ -58,8 +58,8 @@ class RolloutService(Protocol):
         ...
 
     async def finish(self, version: Version) -> None:
-        """There are no more steps. Stops the rollouts and evaluates the last version; returns when
-        that is done.
+        """There are no more steps. Groups of batches that were drawn and not trained wait again.
+        Stops the rollouts and evaluates the last version; returns when that is done.
         """
         ...
 

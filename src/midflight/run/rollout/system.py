@@ -453,9 +453,13 @@ class RolloutSystem:
             await self._writer.read(partial(_remove_old, self._folder, version, self._kept))
 
     async def finish(self, version: Version) -> None:
-        """Waits for the last evaluation; ended by it."""
+        """Waits for the last evaluation; ended by it. Batches that the trainer drew and will not
+        train wait again.
+        """
         self._last_version = version
         self._last_step.set()
+        for lease in self.books.leases:
+            await self.take_back(lease)
         with self._lending.while_waiting():
             await self._finished.wait()
 
