@@ -74,7 +74,9 @@ class StepLine(
     bound: Bound = Bound.UNKNOWN
     advice: str = ""
     waits: dict[str, float] | None = None
-    """Idle seconds since the line before. A key says who waited, such as `trainer for generation`."""
+    """Seconds that a part waited for another one since the line before. `trainer for generation` is
+    such a key.
+    """
     dropped: dict[str, int] | None = None
     """Groups dropped since the line before, by reason."""
     stage_seconds: float | None = None

@@ -90,7 +90,7 @@ class Summary:
     `failed_after`, `incomplete`, `num_rollouts`, and `reward`, the mean of its last 256 rollouts.
     """
     waits: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Idle seconds. A key says who waited, such as `trainer for generation`."""
+    """Seconds that a part waited for another one. `trainer for generation` is such a key."""
     dropped: Mapping[str, int] = field(default_factory=dict[str, int])
     """Dropped groups by reason."""
     accounts: Accounts | None = None
